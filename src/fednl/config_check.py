@@ -1,0 +1,114 @@
+"""Turns whatever is wrong with settings into one sentence: the place, the key, the value, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from fednl.errors import SettingsError
+
+
+class Checker:
+    """Checks tables of settings.
+
+    Args:
+        where: what an error names as the place, usually the file.
+        overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
+        algorithms: the names whose sections are not read now, yet are no misspelling.
+    """
+
+    def __init__(
+        self, where: str, overridden: frozenset[str] = frozenset(), algorithms: Sequence[str] = ()
+    ) -> None:
+        self.where = where
+        self.overridden = overridden
+        self.algorithms = algorithms
+
+    def place(self, section: str, key: str) -> str:
+        """Where a key was written: the file, or `--set`."""
+        return "--set:" if f"{section}.{key}" in self.overridden else f"{self.where}:"
+
+    def sections(self, table: Mapping[str, Any], keys: Mapping[str, list[str]], own: str) -> None:
+        """Refuses unknown sections, then unknown keys in known ones; `own` is the algorithm's section."""
+        for section, content in table.items():
+            if section not in keys and section != own:
+                raise SettingsError(f"{self.where}: {self._unknown_section(section, content, keys, own)}")
+            if not isinstance(content, Mapping):
+                raise SettingsError(
+                    f"{self.where}: {section} must be a section: write [{section}] above its keys."
+                )
+        for section, known in keys.items():
+            for key in table.get(section, {}):
+                if key not in known:
+                    hint = hint_for(key, known, "keys", _elsewhere(key, section, keys))
+                    raise SettingsError(
+                        f'{self.place(section, key)} unknown key "{key}" in [{section}]; {hint}'
+                    )
+
+    def section(self, name: str, kind: Any, content: Mapping[str, Any]) -> Any:
+        """Builds one section; JSON mode is strict about kinds, yet lets a list fill a tuple."""
+        known = keys_of(kind)
+        for key in content:
+            if key not in known:
+                hint = hint_for(key, known, "keys")
+                raise SettingsError(f'{self.place(name, key)} unknown key "{key}" in [{name}]; {hint}')
+            if isinstance(content[key], float) and not math.isfinite(content[key]):
+                raise SettingsError(
+                    f"{self.place(name, key)} [{name}] {key} = {content[key]}: write a finite number."
+                )
+        try:
+            return kind.model_validate_json(json.dumps(dict(content), default=str))
+        except ValidationError as error:
+            raise SettingsError(self._sentence(name, error)) from None
+
+    def _sentence(self, section: str, error: ValidationError) -> str:
+        first = error.errors(include_url=False)[0]
+        reason = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
+        reason = reason.removeprefix("Input ").rstrip(".")
+        if not first["loc"]:
+            return f"{self.where}: [{section}] {reason}."
+        key, value = str(first["loc"][0]), first["input"]
+        allowed = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        end = f'; did you mean "{close[0]}"?' if close else "."
+        return f"{self.place(section, key)} [{section}] {key} = {_shown(value)}: {reason}{end}"
+
+    def _unknown_section(self, section: str, content: Any, keys: Mapping[str, list[str]], own: str) -> str:
+        if isinstance(content, Mapping) and section in self.algorithms:
+            return (
+                f'[{section}] is set, but [federation] algorithm = "{own}" would not read it; '
+                f'remove it or set algorithm = "{section}".'
+            )
+        if not isinstance(content, Mapping):
+            home = _elsewhere(section, "", keys)
+            return f'the key "{section}" stands above every section; {home or "move it into its section."}'
+        return f"unknown section [{section}]; {hint_for(section, [*keys, own], 'sections')}"
+
+
+def keys_of(kind: Any) -> list[str]:
+    """Lists the keys of a section's class, in kebab-case."""
+    return [field.alias or name for name, field in kind.model_fields.items()]
+
+
+def hint_for(word: str, known: Sequence[str], what: str, elsewhere: str = "") -> str:
+    """Names the nearest known word, else where the word belongs, else every known word; ends the sentence."""
+    close = difflib.get_close_matches(word.replace("_", "-").lower(), known, n=1, cutoff=0.6)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    return elsewhere or (f"the {what} are: {', '.join(known)}." if known else f"it has no {what}.")
+
+
+def _elsewhere(key: str, section: str, keys: Mapping[str, list[str]]) -> str:
+    homes = [other for other, known in keys.items() if other != section and key.replace("_", "-") in known]
+    return f"it belongs in [{homes[0]}]." if homes else ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,166 @@
+"""What a needle example is, and how its texts become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+LETTERS = ("A", "B", "C", "D")
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encodes a list of texts."""
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that are not text."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What one example is about, before it has a place: sentences, a question and four answers.
+
+    Attributes:
+        events: the sentences, in the order in which they appear.
+        queried: index of the event that the question is about.
+        question: the question without its `Answer:`, from the line break on.
+        candidates: four distinct answers, in the order in which they are offered.
+        gold: index of the right one.
+        unique: texts that the filler around the events must not hold, so that a value occurs once.
+    """
+
+    events: tuple[str, ...]
+    queried: int
+    question: str
+    candidates: tuple[str, ...]
+    gold: int
+    unique: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A needle in its haystack.
+
+    Attributes:
+        text: the sentence.
+        start: its first token in the prompt (the sentence is encoded with a leading space).
+        end: one past its last token.
+        depth: start as a fraction of the tokens before the question.
+    """
+
+    text: str
+    start: int
+    end: int
+    depth: float
+
+
+@dataclass(frozen=True)
+class NeedleExample:
+    """One question about one haystack.
+
+    Attributes:
+        client: whose example it is.
+        split: `"train"`, `"validation"` or `"test"` (`"public"` for the practice task).
+        index: its number within client and split.
+        prompt_ids: haystack and question, exactly `data.tokens` long, ending with `Answer:`.
+        question_start: first token of the question.
+        candidates: four distinct answers.
+        candidate_ids: their tokens as they continue the prompt (each encoded with a leading space).
+        gold: index of the right candidate.
+        events: the needles in the order of their positions.
+        queried: index of the event asked for; where the answer needs all of them, the last.
+        removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
+    """
+
+    client: str
+    split: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    question_start: int
+    candidates: tuple[str, ...]
+    candidate_ids: tuple[tuple[int, ...], ...]
+    gold: int
+    events: tuple[Event, ...]
+    queried: int
+    removed_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A client's examples; the three lists share no filler text."""
+
+    train: list[NeedleExample]
+    validation: list[NeedleExample]
+    test: list[NeedleExample]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A needle's tokens, not yet placed."""
+
+    needle: Needle
+    events: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    candidates: tuple[str, ...]
+    candidate_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def window_needed(self) -> int:
+        """Tokens of the question and the longest answer: what a window must show at once."""
+        return len(self.question) + max(len(ids) for ids in self.candidate_ids)
+
+    @property
+    def event_tokens(self) -> int:
+        """Tokens of all events together."""
+        return sum(len(ids) for ids in self.events)
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes many texts at once, without special tokens and without truncation."""
+    if not texts:
+        return []
+    out = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    ids: list[list[int]] = out["input_ids"]
+    return ids
+
+
+def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str) -> list[Encoded]:
+    """Encodes events, questions and answers in the wanted answer format.
+
+    Args:
+        needles: what the examples are about.
+        tokenizer: the backbone's.
+        answer: `"letters"` lists the four options after the question and answers with a letter (the paper's
+            format); otherwise the answers are the candidates' own texts.
+    """
+    texts: list[str] = []
+    answers = [LETTERS if answer == "letters" else needle.candidates for needle in needles]
+    for needle, options in zip(needles, answers, strict=True):
+        texts += [f" {event}" for event in needle.events]
+        texts += [_question(needle, answer)]
+        texts += [f" {option}" for option in options]
+    ids = iter(encode_texts(tokenizer, texts))
+    encoded = []
+    for needle, options in zip(needles, answers, strict=True):
+        events = tuple(tuple(next(ids)) for _ in needle.events)
+        question = tuple(next(ids))
+        candidate_ids = tuple(tuple(next(ids)) for _ in options)
+        encoded.append(Encoded(needle, events, question, tuple(options), candidate_ids))
+    return encoded
+
+
+def _question(needle: Needle, answer: str) -> str:
+    if answer != "letters":
+        return f"{needle.question} Answer:"
+    options = " ".join(f"{letter}) {text}" for letter, text in zip(LETTERS, needle.candidates, strict=True))
+    return f"{needle.question} {options} Answer:"

@@ -1,0 +1,41 @@
+"""The `[data]` section of a settings file."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class DataSettings(BaseModel):
+    """Which task the clients hold, how long its examples are, and how many of them there are.
+
+    Attributes:
+        task: a name in `fednl.data.TASKS`.
+        tokens: prompt tokens of every example, question included and answer excluded.
+        clients: how many of the task's clients take part (the first n).
+        hold_out_clients: names of clients that have no training and no validation examples, only test.
+        train: training examples per client; 0 makes clients that take part as zero examples.
+        validation: validation examples per client.
+        test: test examples per client.
+        events: needles per haystack.
+        filler: what surrounds the needles: `"standard-library"` (prose from the docstrings of the running
+            Python), `"generated"` (sentences from a small grammar), or the path of a UTF-8 text file.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True
+    )
+
+    task: str = "needles"
+    tokens: int = Field(default=320, ge=1)
+    clients: int = Field(default=7, ge=1)
+    # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
+    hold_out_clients: tuple[str, ...] = Field(default=(), strict=False)
+    train: int = Field(default=750, ge=0)
+    validation: int = Field(default=15, ge=0)
+    test: int = Field(default=15, ge=0)
+    events: int = Field(default=4, ge=1, le=32)
+    filler: str = Field(default="standard-library", min_length=1)

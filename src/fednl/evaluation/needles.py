@@ -1,0 +1,211 @@
+"""Turns the outcomes of the needle comparison into the rows of `results/TASK.json`. Imports no torch.
+
+A row is `{method, client, metric, value, n, correct, low, high, chance, shared, seed, tokens}`; `method` is
+the arm, and the client `macro` is the average over `clients` clients. What does not apply, or was not
+measured, has no key. `metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the
+same questions and have `baseline`; a difference also has `of` (which metric), `verdict`, and `p` where
+outcomes are right or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednl.errors import DataError
+from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.statistics import (
+    LEVEL,
+    UNDECIDED,
+    Interval,
+    bootstrap_mean,
+    macro_difference,
+    macro_mean,
+    mcnemar,
+    paired_bootstrap,
+    wilson,
+)
+
+Row = dict[str, Any]
+Clients = Mapping[str, Sequence[Outcome]]
+
+METRICS = ("candidates", "recall", "nats_per_token")
+MACRO = "macro"
+CHANCE = 0.25
+
+PAIRS = (
+    ("federated", "window-only"),
+    ("federated", "public-rules"),
+    ("federated", "federated-lora"),
+    ("federated", "state-zeroed"),
+    ("federated", "events-removed"),
+    ("federated", "local-only"),
+    ("federated", "pooled"),
+    ("federated", "full-attention"),
+)
+"""Which arms are compared, first minus second, where both were measured."""
+
+_FIELD = {"candidates": "correct", "recall": "recall", "nats_per_token": "nats_per_token"}
+
+
+def result_rows(
+    arms: Mapping[str, Sequence[Outcome]],
+    *,
+    seed: int,
+    tokens: int,
+    shared: Mapping[str, Sequence[str]] | None = None,
+    metrics: Sequence[str] = METRICS,
+    pairs: Sequence[tuple[str, str]] = PAIRS,
+    resamples: int = 10_000,
+) -> list[Row]:
+    """Makes every row of a comparison: each arm per client and macro, paired differences, aggregation drop.
+
+    Right or wrong per client comes with Wilson's interval; averages over clients, cross-entropies and
+    differences with a stratified bootstrap over the questions. All intervals are at 95%. `nats_per_token`
+    averages each question's mean over its right candidate's tokens. A difference is "better" or "worse" only
+    where its interval excludes zero and, for right-or-wrong outcomes, McNemar's exact test rejects at 5% too.
+
+    Args:
+        arms: arm -> its outcomes on all clients' questions; not modified. An arm without outcomes has no row.
+        seed: the run's seed; also names the bootstrap's random stream.
+        tokens: prompt length.
+        shared: arm -> the groups of rules that crossed the network; leave an arm out where nothing did.
+        metrics: which of `METRICS` to report; leave `"recall"` out where an answer is a letter.
+        pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
+            without such a client is left out.
+        resamples: bootstrap resamples per interval.
+
+    Raises:
+        DataError: two arms were measured on different questions of a client, or a question is there twice.
+
+    Source: metrics of arXiv 2605.16350, appendix C; intervals and pairing ours.
+    """
+    by_client = {arm: _by_client(arm, found) for arm, found in arms.items() if found}
+    common = {"seed": seed, "tokens": tokens}
+    rows = []
+    for arm, clients in by_client.items():
+        facts: Row = dict(common)
+        if shared and arm in shared:
+            facts["shared"] = list(shared[arm])
+        for metric in metrics:
+            rows += [row | facts for row in _arm_rows(arm, clients, metric, seed, resamples)]
+    for first, second in pairs:
+        a, b = _paired(first, second, by_client)
+        if a:
+            named = {"method": first, "baseline": second, "client": MACRO, "metric": "difference"}
+            rows += [named | _difference(a, b, metric, seed, resamples) | common for metric in metrics]
+    local, federated = _paired("local-only", "federated", by_client)
+    if local and "candidates" in metrics:
+        rows += [row | common for row in _aggregation_drop(local, federated, seed, resamples)]
+    return rows
+
+
+def leaks(rows: Sequence[Row]) -> bool:
+    """Says whether questions are answered above chance without the events: then the prompts give them away.
+
+    Args:
+        rows: what `result_rows` made; without the arm `events-removed` the answer is False.
+    """
+    return any(
+        row["method"] == "events-removed"
+        and row["metric"] == "candidates"
+        and row["client"] == MACRO
+        and row["low"] > row["chance"]
+        for row in rows
+    )
+
+
+def _by_client(arm: str, outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Client -> its outcomes in the order of the questions, which pairs them with another arm's."""
+    clients: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        clients.setdefault(outcome.client, []).append(outcome)
+    for client, found in clients.items():
+        found.sort(key=lambda outcome: outcome.index)
+        if len({outcome.index for outcome in found}) != len(found):
+            raise DataError(f'arm "{arm}" has a question of client "{client}" twice: measure the run again.')
+    return clients
+
+
+def _paired(first: str, second: str, arms: Mapping[str, Clients]) -> tuple[Clients, Clients]:
+    """The clients that both arms were measured on (a held-out client has no local-only rules), checked."""
+    a, b = arms.get(first, {}), arms.get(second, {})
+    both = [client for client in a if client in b]
+    for client in both:
+        asked, also = ([(outcome.index, outcome.gold) for outcome in arm[client]] for arm in (a, b))
+        if asked != also:
+            raise DataError(
+                f'arms "{first}" and "{second}" were measured on different questions of client "{client}", '
+                "so they cannot be compared: measure both again."
+            )
+    return {client: a[client] for client in both}, {client: b[client] for client in both}
+
+
+def _values(clients: Clients, metric: str) -> dict[str, list[float]]:
+    return {
+        client: [float(getattr(outcome, _FIELD[metric])) for outcome in found]
+        for client, found in clients.items()
+    }
+
+
+def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int) -> list[Row]:
+    values = _values(clients, metric)
+    counted = metric != "nats_per_token"
+    rows = []
+    for client, found in values.items():
+        if counted:
+            correct = int(sum(found))
+            interval = Interval(correct / len(found), *wilson(correct, len(found)), len(found))
+        else:
+            interval = bootstrap_mean(found, seed, resamples=resamples)
+        rows.append(_row(arm, client, metric, interval, found))
+    macro = macro_mean(values, seed, resamples=resamples, bounds=(0.0, 1.0) if counted else None)
+    outcomes = [value for found in values.values() for value in found]
+    rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
+    return rows
+
+
+def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:
+    row: Row = {"method": arm, "client": client, "metric": metric, "value": interval.value, "n": interval.n}
+    if metric != "nats_per_token":
+        row["correct"] = int(sum(outcomes))
+    # One loss has no spread to resample, so it stands without an interval rather than with one of no width.
+    if metric != "nats_per_token" or interval.n > 1:
+        row |= {"low": interval.low, "high": interval.high}
+    if metric == "candidates":
+        row["chance"] = CHANCE
+    return row
+
+
+def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) -> Row:
+    counted = metric != "nats_per_token"
+    x, y = _values(a, metric), _values(b, metric)
+    gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if counted else None)
+    row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
+    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=counted)}
+    if counted:
+        row["p"] = mcnemar(*([value > 0 for client in x for value in arm[client]] for arm in (x, y)))
+        # Four wins and no loss among thirty push a bootstrap off zero, yet are nothing a coin would not do.
+        if row["p"] > 1 - LEVEL:
+            row["verdict"] = UNDECIDED
+    return row
+
+
+def _aggregation_drop(local: Clients, federated: Clients, seed: int, resamples: int) -> list[Row]:
+    """What sharing costs a client: accuracy of its own rules minus that of the federated ones, in points."""
+    x, y = _values(local, "candidates"), _values(federated, "candidates")
+    bounds = (-1.0, 1.0)
+    gaps = {client: paired_bootstrap(x[client], y[client], seed, LEVEL, resamples, bounds) for client in x}
+    gaps[MACRO] = macro_difference(x, y, seed, LEVEL, resamples, bounds)
+    named = {"method": "federated", "baseline": "local-only", "metric": "aggregation_drop_pp"}
+    return [
+        named
+        | {
+            "client": client,
+            "value": 100 * gap.mean,
+            "n": gap.n,
+            "low": 100 * gap.low,
+            "high": 100 * gap.high,
+        }
+        for client, gap in gaps.items()
+    ]

@@ -1,0 +1,82 @@
+"""What scoring one question gives, and its file format: numbers and positions, no text. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fednl.errors import DataError
+from fednl.runs import write_atomic
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one arm answered one question.
+
+    Args:
+        client: the client the question belongs to.
+        index: the question's number within the client's split; pairs the arms.
+        chosen: position of the candidate with the highest score.
+        gold: position of the right candidate.
+        correct: whether the chosen candidate is the right one.
+        recall: whether greedy generation reproduces the right candidate's tokens.
+        nats_per_token: cross-entropy of the right candidate, averaged over its tokens.
+        token_accuracy: share of the right candidate's tokens that are the likeliest given those before.
+        gold_tokens: tokens of the right candidate.
+    """
+
+    client: str
+    index: int
+    chosen: int
+    gold: int
+    correct: bool
+    recall: bool
+    nats_per_token: float
+    token_accuracy: float
+    gold_tokens: int
+
+    @property
+    def logprob_gold(self) -> float:
+        """Log probability of the right candidate per token, in nats."""
+        return -self.nats_per_token
+
+
+def save_outcomes(path: Path, arms: Mapping[str, Sequence[Outcome]]) -> None:
+    """Writes the outcomes of every arm as JSON lines, one question a line; the whole file or nothing.
+
+    Args:
+        path: the file; its folder must exist. An older one is replaced.
+        arms: arm -> outcomes; not modified.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = [json.dumps({"arm": arm, **asdict(outcome)}) for arm, found in arms.items() for outcome in found]
+    write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8"))
+
+
+def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
+    """Reads what `save_outcomes` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Arm -> outcomes, in the file's order. An arm without outcomes is not in the file.
+
+    Raises:
+        DataError: a line is not an outcome.
+    """
+    names = [field.name for field in fields(Outcome)]
+    arms: dict[str, list[Outcome]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            outcome = Outcome(**{name: record[name] for name in names})
+            arms.setdefault(record["arm"], []).append(outcome)
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path} line {number} is not an outcome: measure the run again.") from None
+    return arms

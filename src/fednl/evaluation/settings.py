@@ -1,0 +1,73 @@
+"""The `[evaluation]` section: which answers are scored and which arms are measured. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Arm = Literal[
+    "full-attention",
+    "window-only",
+    "public-rules",
+    "federated-lora",
+    "federated",
+    "state-zeroed",
+    "events-removed",
+    "local-only",
+    "pooled",
+]
+
+ARMS: dict[str, str] = {
+    "full-attention": "full attention",
+    "window-only": "window only",
+    "public-rules": "public rules alone",
+    "federated-lora": "FedAvg-LoRA, window, no memory",
+    "federated": "federated rules",
+    "state-zeroed": "state zeroed at the question",
+    "events-removed": "events removed",
+    "local-only": "local-only rules",
+    "pooled": "rules trained on pooled data",
+}
+"""Every arm a comparison can have, in the order of the tables, with the words a report uses for it."""
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class EvaluationSettings(BaseModel):
+    """Says how an answer is scored, which arms of the comparison are measured, and how many examples at once.
+
+    Args:
+        answer: `"candidates"` (the likeliest of four candidate texts, length-normalised), `"recall"` (greedy
+            generation, exact match) or `"letters"` (the options stand in the question, a letter is scored).
+        arms: the arms to measure, from `ARMS`, each at most once. `"state-zeroed"` and `"events-removed"` use
+            the federated rules.
+        batch: examples per forward pass, at least 1; changes speed and memory, not results.
+
+    Source: arms and answer formats ours; four-choice needles from arXiv 2605.16350, appendix C.3.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=_kebab,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+    answer: Literal["candidates", "recall", "letters"] = "candidates"
+    # A TOML array arrives as a list, which strict mode would refuse for a tuple.
+    arms: tuple[Arm, ...] = Field(
+        default=("full-attention", "window-only", "federated", "state-zeroed", "events-removed"), strict=False
+    )
+    batch: int = Field(default=8, ge=1)
+
+    @field_validator("arms")
+    @classmethod
+    def _each_arm_once(cls, value: tuple[Arm, ...]) -> tuple[Arm, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("name each arm once")
+        return value

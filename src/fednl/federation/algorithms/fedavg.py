@@ -1,0 +1,184 @@
+"""FedAvg: train locally, send the shared rules, average them by examples. The base of all algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel
+
+from fednl.federation.settings import Section
+
+if TYPE_CHECKING:  # a settings file is checked without torch
+    import torch
+
+    from fednl.federation.local import Problem
+    from fednl.federation.message import Message
+    from fednl.federation.params import ClientState, Params
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Which laws hold for an algorithm, so that one suite of tests can check each law where it applies.
+
+    Args:
+        one_client_is_local: with one client, a run equals the same steps without federation, bit for bit.
+        identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
+        order_free: neither the order of clients nor of their replies changes a bit.
+        shares: something travels at all.
+    """
+
+    one_client_is_local: bool = True
+    identical_clients_unchanged: bool = True
+    order_free: bool = True
+    shares: bool = True
+
+
+class FedAvgSettings(Section):
+    """FedAvg has no settings of its own."""
+
+
+class FedAvg:
+    """Federated averaging. Another algorithm is a subclass with the hooks it needs; hooks return new tensors.
+
+    Args:
+        settings: an instance of this class's `Settings`; None for its defaults.
+        shared: what travels: a preset, a group, a pattern of names, or a list of these. What does not travel
+            stays private to each client, in its state under `private/NAME`, and survives rounds.
+
+    Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; private parts: FedPer (arXiv 1912.00818).
+    """
+
+    Settings: ClassVar[type[BaseModel]] = FedAvgSettings
+    traits: ClassVar[Traits] = Traits()
+
+    def __init__(self, settings: Any = None, shared: str | Sequence[str] = "theta") -> None:
+        self.settings: Any = self.Settings() if settings is None else settings
+        if type(self.settings) is not self.Settings:
+            raise TypeError(f"{type(self).__name__} takes an instance of {self.Settings.__name__}")
+        self.lets_out = shared
+
+    def shared(self, names: Iterable[str]) -> list[str]:
+        """Lists the names that travel, sorted; the allow-list in both directions.
+
+        Args:
+            names: canonical names of all that is trained.
+        """
+        from fednl.federation.params import select
+
+        return select(names, self.lets_out)
+
+    def extra(self, params: Params) -> Params:
+        """Names what else a reply carries, with a tensor of the shape and dtype of each; here nothing.
+
+        Args:
+            params: the shared rules.
+        """
+        return {}
+
+    def trainable(self, names: Iterable[str]) -> list[str]:
+        """Lists the names that local steps move, sorted; here all of them.
+
+        Args:
+            names: canonical names of all that is trained.
+        """
+        return sorted(names)
+
+    def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
+        """Gives the rules a client's local steps begin with: what came, and what it kept to itself.
+
+        Args:
+            received: the server's message.
+            state: the client's state.
+            problem: the client's data and loss.
+        """
+        from fednl.federation.params import personal
+
+        return personal(received.params, state), state
+
+    def gradient(
+        self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem
+    ) -> Params:
+        """Gives the gradient of the batch's loss plus the penalty, for the names that local steps move.
+
+        Args:
+            params: the rules now.
+            batch: one item of `problem.batches`.
+            received: the server's message.
+            state: the client's state.
+            problem: the client's data and loss.
+        """
+        import torch
+
+        moved = self.trainable(params)
+        leaves = {name: tensor.detach() for name, tensor in params.items()}
+        for name in moved:
+            leaves[name].requires_grad_()
+        loss = problem.loss(leaves, batch) + self.penalty(leaves, received, state)
+        # A rule the batch does not touch has gradient zero, so that AdamW's moments treat all rules alike.
+        grads = torch.autograd.grad(loss, [leaves[name] for name in moved], materialize_grads=True)
+        return dict(zip(moved, grads, strict=True))
+
+    def penalty(self, params: Params, received: Message, state: ClientState) -> torch.Tensor | float:
+        """Gives what is added to the loss, differentiable in `params`; here nothing.
+
+        Args:
+            params: the rules now, as autograd leaves.
+            received: the server's message.
+            state: the client's state.
+        """
+        return 0.0
+
+    def after_step(self, before: Params, after: Params, grads: Params, state: ClientState) -> ClientState:
+        """Lets an algorithm note what a local step did; here nothing.
+
+        Args:
+            before: the rules before the step.
+            after: the rules after it.
+            grads: the gradient it took, before clipping.
+            state: the client's state.
+        """
+        return state
+
+    def boundary(self, task: str, params: Params, state: ClientState, problem: Problem) -> ClientState:
+        """Lets an algorithm consolidate at the end of a task in a stream of tasks; here nothing.
+
+        Args:
+            task: the name of the task that ends.
+            params: the rules at its end.
+            state: the client's state.
+            problem: the task's data and loss, while they are still there.
+        """
+        return state
+
+    def finish(
+        self, params: Params, received: Message, state: ClientState, problem: Problem
+    ) -> tuple[Message, ClientState]:
+        """Splits what local steps made into a message of shared rules and a state that keeps the others.
+
+        Args:
+            params: the rules after the last local step.
+            received: the server's message.
+            state: the client's state.
+            problem: the client's data and loss.
+        """
+        from fednl.federation.message import Message
+        from fednl.federation.params import copy
+
+        travels = set(self.shared(params))
+        sent = copy({name: tensor for name, tensor in params.items() if name in travels})
+        kept = copy({f"private/{name}": tensor for name, tensor in params.items() if name not in travels})
+        return Message(sent, num_examples=problem.num_examples), {**state, **kept}
+
+    def server_step(
+        self, params: Params, combined: Message, server_state: ClientState
+    ) -> tuple[Params, ClientState]:
+        """Turns the combined reply into new shared rules and a new server state; here the mean itself.
+
+        Args:
+            params: the shared rules that were sent out.
+            combined: the combined replies: mean params, and the sum of examples.
+            server_state: the server's own tensors from the round before; empty at first.
+        """
+        return dict(combined.params), server_state

@@ -1,0 +1,243 @@
+"""The one local training loop: what a client does in a round, whatever the algorithm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fednl.errors import DataError, MessageError
+from fednl.federation.message import Message
+from fednl.federation.params import ClientState, Params, copy, finite
+from fednl.federation.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from fednl.federation.algorithms.fedavg import FedAvg
+
+OnProgress = Callable[[dict[str, Any]], None]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Problem(Protocol):
+    """A client's data and loss, as an algorithm sees them."""
+
+    @property
+    def num_examples(self) -> int:
+        """Trainable examples in the client's training split."""
+        ...
+
+    def loss(self, params: Params, batch: Any) -> torch.Tensor:
+        """Gives the mean loss of a batch, a scalar differentiable with respect to `params`."""
+        ...
+
+    def batches(self, purpose: str, steps: int) -> Iterator[Any]:
+        """Gives `steps` batches, the same ones for the same (seed, client, round, purpose)."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What a client is to do in one round.
+
+    Args:
+        round: counted from 1.
+        steps: optimiser steps in this round.
+        lr: AdamW's learning rate before the schedule.
+        schedule: `"constant"` or `"cosine"`.
+        warmup_steps: first steps of the run with a rising rate.
+        total_steps: a client's steps over all rounds of the run.
+        optimizer_state: `"keep"` or `"reset"`.
+        clip: largest L2 norm of a step's gradient; 0 for no limit.
+    """
+
+    round: int
+    steps: int
+    lr: float
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    optimizer_state: str = "keep"
+    clip: float = 1.0
+
+    @classmethod
+    def of(cls, training: TrainingSettings, round: int) -> LocalPlan:
+        """Gives the plan of a round, counted from 1, under a `[training]` section."""
+        return cls(
+            round=round,
+            steps=training.local_steps,
+            lr=training.local_lr,
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps,
+            total_steps=training.rounds * training.local_steps,
+            optimizer_state=training.optimizer_state,
+            clip=training.clip,
+        )
+
+
+def learning_rate(plan: LocalPlan, step: int) -> float:
+    """Gives the learning rate of a step; the schedule runs over the whole run, not anew in each round.
+
+    Args:
+        plan: the round's plan.
+        step: the step within the round, counted from 0.
+
+    Source: linear warm-up, then constant or half a cosine (SGDR, arXiv 1608.03983, eq. 5).
+    """
+    done = (plan.round - 1) * plan.steps + step
+    if done < plan.warmup_steps:
+        return plan.lr * (done + 1) / plan.warmup_steps
+    if plan.schedule == "constant":
+        return plan.lr
+    share = (done - plan.warmup_steps) / max(1, plan.total_steps - plan.warmup_steps)
+    return plan.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
+
+
+def train_locally(
+    algorithm: FedAvg,
+    problem: Problem,
+    received: Message,
+    state: ClientState,
+    plan: LocalPlan,
+    on_step: OnProgress | None = None,
+) -> tuple[Message, ClientState]:
+    """Does a client's part of a round: starts from what came, takes its steps, says what it sends and keeps.
+
+    Args:
+        algorithm: whose hooks are called.
+        problem: the client's data and loss.
+        received: the server's message; its params are the shared rules. Not modified.
+        state: what the client kept from earlier rounds. Not modified.
+        plan: steps, rate, schedule, clipping.
+        on_step: is told `{"step", "steps", "loss"}` after every step.
+
+    Returns:
+        The reply, and the state for the next round. A client without examples replies with what it received,
+        as `"empty"`. If training left a NaN, the reply carries it, for the server to refuse and count, but
+        the state is the one from before the round: one bad round does not spoil the client for good.
+
+    Raises:
+        MessageError: code `unknown-name`; the server sent, or the algorithm would send, what is not shared.
+        DataError: the client has examples, but its data gave no batch.
+    """
+    _check_allowed(algorithm, received)
+    if problem.num_examples == 0:
+        extra = copy(algorithm.extra(received.params))
+        return replace(received, extra=extra, num_examples=0, metrics={}, status="empty"), state
+    started_s = time.perf_counter()
+    watched = _Watched(problem)
+    params, new_state = algorithm.start(received, state, watched)
+    optimizer = _AdamW(params, algorithm.trainable(params), new_state, plan)
+    losses: list[float] = []
+    for step, batch in enumerate(problem.batches("train", plan.steps)):
+        grads = algorithm.gradient(params, batch, received, new_state, watched)
+        moved = {**params, **optimizer.step(grads, learning_rate(plan, step))}
+        new_state = algorithm.after_step(params, moved, grads, new_state)
+        params = moved
+        losses.append(watched.take())
+        if on_step is not None:
+            on_step({"step": step + 1, "steps": plan.steps, "loss": losses[-1]})
+    if not losses:
+        raise DataError(f'Client "{received.client}" has {problem.num_examples} examples but gave no batch.')
+    message, new_state = algorithm.finish(params, received, optimizer.kept(new_state), watched)
+    message = _signed(message, received, losses, time.perf_counter() - started_s)
+    _check_allowed(algorithm, message)
+    healthy = finite(message.params) and finite(new_state)
+    return message, new_state if healthy else state
+
+
+def _signed(message: Message, received: Message, losses: list[float], seconds_s: float) -> Message:
+    """The reply with the round it answers and what was measured."""
+    metrics = {
+        **message.metrics,
+        "loss": sum(losses) / len(losses),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "steps": float(len(losses)),
+        "seconds_s": seconds_s,
+    }
+    return replace(message, metrics=metrics, round=received.round, client=received.client, run=received.run)
+
+
+def _check_allowed(algorithm: FedAvg, message: Message) -> None:
+    """The client's own allow-list, so that neither a server nor an algorithm gets at what is private."""
+    stray = len(set(message.params) - set(algorithm.shared(message.params)))
+    stray += len(set(message.extra) - set(algorithm.extra(message.params)))
+    if stray:
+        raise MessageError(
+            "unknown-name",
+            f"A message with {stray} tensors that [federation] shared does not let out is refused.",
+        )
+
+
+class _Watched:
+    """A problem that remembers the first loss since the last look: the data's loss, without any penalty."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._loss: torch.Tensor | None = None
+
+    @property
+    def num_examples(self) -> int:
+        return self._problem.num_examples
+
+    def loss(self, params: Params, batch: Any) -> torch.Tensor:
+        loss = self._problem.loss(params, batch)
+        if self._loss is None:
+            self._loss = loss.detach()
+        return loss
+
+    def batches(self, purpose: str, steps: int) -> Iterator[Any]:
+        return self._problem.batches(purpose, steps)
+
+    def take(self) -> float:
+        loss, self._loss = self._loss, None
+        return math.nan if loss is None else float(loss)
+
+
+class _AdamW:
+    """torch's AdamW without weight decay, with its moments going in from a ClientState and out into one."""
+
+    def __init__(self, params: Params, moved: list[str], state: ClientState, plan: LocalPlan) -> None:
+        self._plan = plan
+        self._leaves = copy({name: params[name] for name in moved})
+        self._optimizer = (
+            torch.optim.AdamW(self._leaves.values(), plan.lr, weight_decay=0.0) if moved else None
+        )
+        if plan.optimizer_state == "keep" and "optimizer/step" in state:
+            for name, leaf in self._leaves.items():
+                self._restore(name, leaf, state)
+
+    def step(self, grads: Params, lr: float) -> Params:
+        """Gives the moved tensors after one clipped step; new ones each time."""
+        if self._optimizer is None:
+            return {}
+        for name, leaf in self._leaves.items():
+            leaf.grad = grads[name].clone()
+        if self._plan.clip > 0:
+            torch.nn.utils.clip_grad_norm_(self._leaves.values(), self._plan.clip)
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+        return copy(self._leaves)
+
+    def kept(self, state: ClientState) -> ClientState:
+        """Gives the state with these moments in it, or without any if they are not to be kept."""
+        others = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer/")}
+        if self._optimizer is None or self._plan.optimizer_state == "reset":
+            return others
+        for name, leaf in self._leaves.items():
+            own = self._optimizer.state[leaf]
+            others |= {f"optimizer/{moment}/{name}": own[moment].clone() for moment in _MOMENTS}
+            others["optimizer/step"] = own["step"].clone()
+        return others
+
+    def _restore(self, name: str, leaf: torch.Tensor, state: ClientState) -> None:
+        assert self._optimizer is not None
+        own = {"step": state["optimizer/step"].clone()}
+        for moment in _MOMENTS:
+            kept = state.get(f"optimizer/{moment}/{name}")
+            own[moment] = torch.zeros_like(leaf) if kept is None else kept.to(leaf.device, copy=True)
+        self._optimizer.state[leaf] = own

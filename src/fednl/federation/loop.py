@@ -1,0 +1,224 @@
+"""The one round loop: sample clients, ask, validate, combine, step, save; the same over every transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fednl.errors import DataError, FednlError, Interrupted, SettingsError
+from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.combine import InOrder, WeightedMean
+from fednl.federation.ledger import Ledger
+from fednl.federation.message import Message
+from fednl.federation.params import Params, check_shared, finite
+from fednl.federation.record import Job, OnEvent, Point, Validate, begin, resume, save, write_final
+from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.transport import Transport
+from fednl.runs import Run
+from fednl.seeding import seed_of
+
+
+def run_rounds(
+    algorithm: FedAvg,
+    transport: Transport,
+    params: Params,
+    settings: FederationSettings,
+    training: TrainingSettings,
+    run: Run,
+    *,
+    folder: str = "",
+    seed: int,
+    on_event: OnEvent = lambda event: None,
+    validate_round: Validate | None = None,
+    stop_after: int | None = None,
+) -> Params:
+    """Trains rules over many clients, and leaves every finished round on disk.
+
+    If the folder holds checkpoints of this run, it goes on after the newest good one, and ends with the same
+    bits as if it had never stopped. Rounds are counted from 1.
+
+    Args:
+        algorithm: how rules are trained and merged.
+        transport: how clients are reached; not closed here.
+        params: the start values of all rules, also of those that stay private. Not modified.
+        settings: who is asked, what travels, when a round counts.
+        training: rounds and local steps.
+        run: the run's folder.
+        folder: a folder inside it for one arm of a comparison; empty for the run itself.
+        seed: the run's seed.
+        on_event: is told `round-start`, `step`, `client-done`, `round-end` and `note`, with `round` of
+            `rounds`; `done` of `total` counts local steps of the run in `step`, and clients elsewhere.
+        validate_round: measures (round, all rules) after each round; the lowest `"loss"` makes `best/`.
+        stop_after: the last round of this sitting; None for all.
+
+    Returns:
+        All rules after the last round done; private ones as they started. A client's own are in
+        `transport.states()`, see `fednl.federation.params.personal`.
+
+    Raises:
+        SettingsError: `shared` matches nothing, or more clients are asked for than there are.
+        DataError: no client has an example.
+        CheckpointError: the checkpoints are damaged, or come from other settings.
+        FednlError: too many rounds in a row without a quorum.
+        Interrupted: Ctrl-C; the finished rounds are saved.
+
+    Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
+    """
+    names = _check_start(algorithm, transport, params, settings)
+    asked = settings.clients_per_round or len(transport.clients())
+    job = Job(
+        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked
+    )
+    point = resume(job, params) or begin(job, params)
+    last = min(training.rounds, training.rounds if stop_after is None else stop_after)
+    try:
+        while point.round < last:
+            point = _one_round(job, point)
+    except KeyboardInterrupt:
+        write_final(job, point)
+        raise Interrupted(
+            f"Stopped in round {point.round + 1} of {training.rounds}; {point.round} rounds are saved: "
+            f"go on with `fednl train --resume {run.path}`."
+        ) from None
+    write_final(job, point)
+    return point.params
+
+
+def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -> list[str]:
+    """Draws who is asked in a round, by stable name: a client more or less does not reshuffle the others.
+
+    Args:
+        clients: all names, in any order.
+        number: how many; 0 for all.
+        seed: the run's seed.
+        round: counted from 1.
+
+    Returns:
+        The names, sorted.
+    """
+    if number == 0 or number >= len(clients):
+        return sorted(clients)
+    return sorted(sorted(clients, key=lambda client: seed_of(seed, "sampling", client, round))[:number])
+
+
+def _one_round(job: Job, point: Point) -> Point:
+    """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
+    started_s, number = time.perf_counter(), point.round + 1
+    asked = sample_clients(job.transport.clients(), job.settings.clients_per_round, job.seed, number)
+    shared = {name: point.params[name] for name in job.names}
+    combined, ledger = _ask(job, shared, number, asked)
+    params, server_state = point.params, point.server_state
+    fault = _why_no_quorum(job, ledger)
+    reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
+    if not reason:
+        update, new_state = job.algorithm.server_step(shared, combined, point.server_state)
+        if finite(update) and finite(new_state):
+            params, server_state = {**params, **update}, new_state
+        else:
+            fault = reason = "the server's step gave NaN or infinity, so it was not taken"
+    after = replace(
+        point,
+        round=number,
+        params=params,
+        server_state=server_state,
+        failed_rounds=point.failed_rounds + 1 if fault else 0,
+    )
+    after = save(job, after, ledger, reason, time.perf_counter() - started_s)
+    if after.failed_rounds >= job.settings.max_failed_rounds:
+        raise FednlError(
+            f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume."
+        )
+    return after
+
+
+def _ask(job: Job, shared: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
+    """Sends the shared rules out, and combines what comes back in the order of names."""
+    progress = _Steps(job, number, asked)
+    job.tell("round-start", round=number, rounds=job.training.rounds, clients=asked, total=len(asked))
+    down_bytes = {
+        client: job.transport.send(client, Message(shared, round=number, client=client, run=job.run_name))
+        for client in asked
+    }
+    extra = job.algorithm.extra(shared)
+    ledger = Ledger(number, job.run_name, shared, extra, down_bytes)
+    params_mean, extra_mean, queue = WeightedMean(), WeightedMean(), InOrder(asked)
+
+    def take(messages: Any) -> None:
+        for message in messages:
+            params_mean.add(message.params, message.num_examples)
+            extra_mean.add(message.extra, message.num_examples)
+
+    for reply in job.transport.replies(job.settings.deadline_s or None, progress.step):
+        verdict = ledger.judge(reply)
+        if verdict.is_final:
+            take(queue.put(verdict.client, verdict.message))
+            progress.client_done(verdict.client, ledger)
+    take(queue.rest())
+    combined = Message(
+        params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number
+    )
+    return combined, ledger
+
+
+def _check_start(
+    algorithm: FedAvg, transport: Transport, params: Params, settings: FederationSettings
+) -> tuple[str, ...]:
+    """What must hold before the first round; gives the names that travel."""
+    clients = transport.clients()
+    if algorithm.traits.shares:
+        check_shared(params, algorithm.lets_out)
+    for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
+        if number > len(clients):
+            raise SettingsError(
+                f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it."
+            )
+    examples = transport.examples()
+    if not clients or (len(examples) == len(clients) and not any(examples.values())):
+        raise DataError(
+            f"None of the {len(clients)} clients has a training example: check [data] and its files."
+        )
+    return tuple(algorithm.shared(params))
+
+
+def _why_no_quorum(job: Job, ledger: Ledger) -> str:
+    valid = ledger.valid()
+    if valid >= job.settings.quorum:
+        return ""
+    return (
+        f"{valid} valid replies are fewer than quorum = {job.settings.quorum}, first {ledger.first_fault()}"
+    )
+
+
+class _Steps:
+    """Turns what clients say while they work into events with the run's steps done and to do."""
+
+    def __init__(self, job: Job, number: int, asked: list[str]) -> None:
+        self._job, self._number = job, number
+        self._steps = dict.fromkeys(asked, 0)
+        per_round = job.asked_per_round * job.training.local_steps
+        self._before, self._total = (number - 1) * per_round, job.training.rounds * per_round
+        self._answered = 0
+
+    def step(self, client: str, facts: dict[str, Any]) -> None:
+        self._steps[client] = int(facts.get("step", 0))
+        self._tell("step", client, facts, done=self._done(), total=self._total)
+
+    def client_done(self, client: str, ledger: Ledger) -> None:
+        self._steps[client] = self._job.training.local_steps
+        self._answered += 1
+        row = next(row for row in ledger.rows() if row["name"] == client)
+        facts: dict[str, Any] = {
+            key: row[key] for key in ("status", "reason", "num_examples", "loss", "seconds_s") if key in row
+        }
+        self._tell("client-done", client, facts, done=self._answered, total=len(self._steps))
+
+    def _done(self) -> int:
+        return self._before + sum(self._steps.values())
+
+    def _tell(self, event: str, client: str, facts: Mapping[str, Any], done: int, total: int) -> None:
+        rounds = self._job.training.rounds
+        self._job.tell(
+            event, round=self._number, rounds=rounds, client=client, **facts, done=done, total=total
+        )

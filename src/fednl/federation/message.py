@@ -1,0 +1,97 @@
+"""What travels between server and client: named tensors, a weight, and a few numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from fednl.federation.params import Params
+from fednl.federation.wire import malformed, pack, unpack
+
+FORMAT = 1
+STATUSES = ("ok", "empty")
+_FIELDS = {"num_examples", "metrics", "round", "client", "run", "status"}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message, either way.
+
+    Args:
+        params: the shared rules, by canonical name.
+        extra: further tensors that an algorithm names; plain averaging sends none.
+        num_examples: trainable examples in the client's training split, its weight; 0 from a server.
+        metrics: what the client measured, each a float; values that are not finite are not sent.
+        round: the round, counted from 1; a reply echoes it.
+        client: the client's stable name.
+        run: the run's name; a reply echoes it.
+        status: `"ok"`, or `"empty"` from a client that has no examples.
+    """
+
+    params: Params
+    extra: Params = field(default_factory=dict)
+    num_examples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    round: int = 0
+    client: str = ""
+    run: str = ""
+    status: str = "ok"
+
+    def to_bytes(self) -> bytes:
+        """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
+        tensors = {f"params/{name}": tensor for name, tensor in self.params.items()}
+        tensors |= {f"extra/{name}": tensor for name, tensor in self.extra.items()}
+        # Numbers become plain floats here: a numpy or torch scalar is not JSON, and NaN is no measurement.
+        numbers = {name: float(value) for name, value in self.metrics.items()}
+        header = {
+            "format": FORMAT,
+            "num_examples": self.num_examples,
+            "metrics": {name: value for name, value in numbers.items() if math.isfinite(value)},
+            "round": self.round,
+            "client": self.client,
+            "run": self.run,
+            "status": self.status,
+        }
+        return pack(tensors, header)
+
+    @classmethod
+    def from_bytes(cls, buffer: bytes) -> Message:
+        """Reads a message from bytes that may come from anyone.
+
+        Whether it fits the round is for `fednl.federation.validate.check_update` to say.
+
+        Args:
+            buffer: the bytes; the tensors of the message are copies.
+
+        Raises:
+            MessageError: code `malformed`; not such bytes, sizes that lie, or a field of another kind.
+        """
+        tensors, header = unpack(buffer)
+        if header.pop("format", None) != FORMAT:
+            raise malformed("it is of another format")
+        if header.keys() != _FIELDS:
+            raise malformed("a field is missing or unknown")
+        _check_fields(header)
+        parts: dict[str, Params] = {"params": {}, "extra": {}}
+        for name, tensor in tensors.items():
+            part, slash, rest = name.partition("/")
+            if part not in parts or not slash:
+                raise malformed("a tensor is neither a parameter nor an extra")
+            parts[part][rest] = tensor
+        return cls(parts["params"], parts["extra"], **header)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes this message is on the wire."""
+        return len(self.to_bytes())
+
+
+def _check_fields(header: dict[str, Any]) -> None:
+    metrics = header["metrics"]
+    if not isinstance(metrics, dict) or not all(type(value) is float for value in metrics.values()):
+        raise malformed("a metric is not a number")
+    if type(header["round"]) is not int or header["status"] not in STATUSES:
+        raise malformed("its round or status is of another kind")
+    if not isinstance(header["client"], str) or not isinstance(header["run"], str):
+        raise malformed("its client or run is not a name")

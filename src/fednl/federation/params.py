@@ -1,0 +1,161 @@
+"""Arithmetic on `Params`, and which of them travel. Nothing here modifies what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+
+from fednl.errors import SettingsError
+
+Params: TypeAlias = dict[str, torch.Tensor]
+"""What is trained, by canonical name: the unit every algorithm works on."""
+
+ClientState: TypeAlias = dict[str, torch.Tensor]
+"""What a client keeps between rounds and never sends: `private/NAME`, `optimizer/exp_avg/NAME`, ..."""
+
+SHARED_PRESETS: dict[str, tuple[str, ...]] = {
+    "memory": ("write", "gate"),
+    "theta": ("write", "gate", "projection"),
+    "lora": ("lora",),
+    "all": ("*",),
+}
+"""Names for what usually travels; each stands for groups, or for the pattern that matches every name."""
+
+
+def group_of(name: str) -> str:
+    """Tells the group of a rule by its canonical name; empty for a name of neither known form.
+
+    Args:
+        name: `layers.{i}.memory.{group}.{tensor}` or `layers.{i}.{module}.lora_A`.
+    """
+    parts = name.split(".")
+    if "memory" in parts[:-2]:
+        return parts[parts.index("memory") + 1]
+    return "lora" if parts[-1].startswith("lora_") else ""
+
+
+def select(names: Iterable[str], shared: str | Sequence[str]) -> list[str]:
+    """Lists, sorted, the names that a `shared` setting lets out.
+
+    Args:
+        names: canonical names.
+        shared: a preset, a group, a shell-style pattern of names, or a list of these, perhaps empty.
+    """
+    entries = _entries(shared)
+    return sorted(name for name in names if any(_matches(name, entry) for entry in entries))
+
+
+def check_shared(names: Iterable[str], shared: str | Sequence[str]) -> None:
+    """Refuses a `shared` setting of which a part matches nothing, as a misspelt group would share too little.
+
+    Args:
+        names: the canonical names there are.
+        shared: as in `select`.
+
+    Raises:
+        SettingsError: a preset, group or pattern matches none of the names.
+    """
+    names = list(names)
+    for entry in [shared] if isinstance(shared, str) else shared:
+        if not select(names, entry):
+            groups = ", ".join(sorted({group_of(name) for name in names} - {""})) or "none"
+            raise SettingsError(
+                f'[federation] shared = "{entry}" matches none of the rules (groups here: {groups}): '
+                f"name a group, a preset ({', '.join(SHARED_PRESETS)}) or a pattern of names."
+            )
+
+
+def weighted_mean(items: Iterable[tuple[Params, float]]) -> Params:
+    """Averages params with weights by the closed form, sum of w_k p_k over sum of w_k, in float64.
+
+    This is the specification that the streaming mean of `fednl.federation.combine` is compared with.
+
+    Args:
+        items: (params, weight) pairs with the same names and shapes; weights at least 0, not all 0.
+
+    Returns:
+        New tensors in the dtype of the first item.
+
+    Source: methods of FedAvg (arXiv 1602.05629), Algorithm 1, server line.
+    """
+    pairs = list(items)
+    total = float(sum(weight for _, weight in pairs))
+    first = pairs[0][0]
+    sums = {name: sum(params[name].double() * weight for params, weight in pairs) for name in first}
+    return {name: torch.as_tensor(value / total).to(first[name].dtype) for name, value in sums.items()}
+
+
+def copy(params: Mapping[str, torch.Tensor]) -> Params:
+    """Gives detached copies that share no memory with the originals."""
+    return {name: tensor.detach().clone() for name, tensor in params.items()}
+
+
+def zeros_like(params: Mapping[str, torch.Tensor]) -> Params:
+    """Gives zeros of the same names, shapes, dtypes and devices."""
+    return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+
+
+def subtract(left: Params, right: Params) -> Params:
+    """Gives left - right, name by name, in left's dtype."""
+    return {name: left[name] - right[name] for name in _same_names(left, right)}
+
+
+def add_scaled(left: Params, right: Params, scale: float) -> Params:
+    """Gives left + scale * right, name by name, in left's dtype."""
+    return {name: left[name] + scale * right[name] for name in _same_names(left, right)}
+
+
+def norm(params: Mapping[str, torch.Tensor]) -> float:
+    """Gives the L2 norm over all tensors together, accumulated in float64; 0 for no tensors."""
+    return float(sum(float(tensor.detach().double().square().sum()) for tensor in params.values()) ** 0.5)
+
+
+def max_abs(params: Mapping[str, torch.Tensor]) -> float:
+    """Gives the largest magnitude of any element; 0 for no elements."""
+    return max((float(t.detach().abs().max()) for t in params.values() if t.numel()), default=0.0)
+
+
+def count(params: Mapping[str, torch.Tensor]) -> int:
+    """Gives how many numbers there are in all tensors together."""
+    return sum(tensor.numel() for tensor in params.values())
+
+
+def finite(params: Mapping[str, torch.Tensor]) -> bool:
+    """Tells whether no element is NaN or infinite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
+
+
+def equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Tells whether both have the same names, dtypes, shapes and values; NaN equals nothing."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def personal(params: Params, state: ClientState) -> Params:
+    """Gives a client's own model: the shared rules, with what is private to this client put in.
+
+    Args:
+        params: all rules, as `run_rounds` returns them.
+        state: the client's state, as `Transport.states` gives it.
+    """
+    kept = {name.removeprefix("private/"): t for name, t in state.items() if name.startswith("private/")}
+    return copy({**params, **kept})
+
+
+def _entries(shared: str | Sequence[str]) -> list[str]:
+    listed = [shared] if isinstance(shared, str) else shared
+    return [part for entry in listed for part in SHARED_PRESETS.get(entry, (entry,))]
+
+
+def _matches(name: str, entry: str) -> bool:
+    return group_of(name) == entry or fnmatchcase(name, entry)
+
+
+def _same_names(left: Params, right: Params) -> Iterable[str]:
+    if left.keys() != right.keys():
+        raise ValueError(f"params with different names: {sorted(left.keys() ^ right.keys())}")
+    return left

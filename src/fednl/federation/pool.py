@@ -1,0 +1,232 @@
+"""A pool of worker processes that outlives its workers. Imports no torch.
+
+A worker is `python -m MODULE ARGS`: a module that loads what it needs, then calls `serve(handlers)`. Jobs
+go to whichever worker is free, so what a job gives must depend on the job alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+from fednl.errors import FednlError
+from fednl.federation.frames import Blobs, read_frame, skip_to_mark, write_frame
+
+_STARTS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One piece of work.
+
+    Args:
+        op: the name of the handler in the worker.
+        header: what JSON can hold.
+        blobs: bytes, such as serialised messages.
+    """
+
+    op: str
+    header: Mapping[str, Any] = field(default_factory=dict)
+    blobs: Blobs = ()
+
+
+class Result(NamedTuple):
+    """What became of a job.
+
+    `header["status"]` is `"ok"`, and `header["answer"]` what the handler gave; or `"failed"`, and
+    `header["answer"]` what `describe_failure` says; or `"lost"`: the worker ended in the middle of the job.
+    """
+
+    job: Job
+    header: dict[str, Any]
+    blobs: list[bytes]
+
+
+class _Progress(NamedTuple):
+    job: Job
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """A job with where its outcome goes; a cancelled one is not begun."""
+
+    job: Job
+    outbox: queue.SimpleQueue[Result | _Progress | Exception]
+    cancelled: threading.Event
+
+
+class WorkerPool:
+    """Keeps `size` worker processes at work, and starts a new one whenever one dies. A context manager.
+
+    Args:
+        module: the worker's module, run with `python -m`.
+        args: its command-line arguments.
+        size: how many processes; at least 1.
+        env: variables that are added to this process's environment; each worker computes on one thread.
+    """
+
+    def __init__(
+        self, module: str, args: Sequence[str] = (), size: int = 1, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._inbox: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        command = [sys.executable, "-m", module, *args]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(env or {})}
+        self._workers = [_Worker(command, environment, self._inbox) for _ in range(size)]
+
+    def map(
+        self,
+        jobs: Iterable[Job],
+        on_progress: Callable[[Job, dict[str, Any]], None] | None = None,
+        deadline_s: float | None = None,
+    ) -> Iterator[Result]:
+        """Does the jobs, in their order on whichever worker is free, and gives results as they come.
+
+        If the caller stops early, or the deadline passes, jobs not begun are dropped, and those at work end
+        unheard.
+
+        Args:
+            jobs: what to do.
+            on_progress: is told (job, facts) in the calling thread, between results.
+            deadline_s: seconds from now after which nothing more is given; None for no deadline.
+
+        Raises:
+            FednlError: the worker's module cannot be started.
+        """
+        outbox: queue.SimpleQueue[Result | _Progress | Exception] = queue.SimpleQueue()
+        cancelled = threading.Event()
+        tickets = [_Ticket(job, outbox, cancelled) for job in jobs]
+        end_s = None if deadline_s is None else time.monotonic() + deadline_s
+        for ticket in tickets:
+            self._inbox.put(ticket)
+        waiting = len(tickets)
+        try:
+            while waiting:
+                item = outbox.get(timeout=None if end_s is None else max(0.0, end_s - time.monotonic()))
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Result):
+                    waiting -= 1
+                    yield item
+                elif on_progress is not None:
+                    on_progress(item.job, item.facts)
+        except queue.Empty:
+            return
+        finally:
+            cancelled.set()
+
+    def process_ids(self) -> list[int]:
+        """Lists the ids of the worker processes now."""
+        return [worker.process_id for worker in self._workers]
+
+    def close(self) -> None:
+        """Ends all workers at once, also in the middle of a job."""
+        for worker in self._workers:
+            worker.stop()
+        for _ in self._workers:
+            self._inbox.put(None)
+        for worker in self._workers:
+            worker.thread.join()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """One process, and the thread that hands it jobs and hears its answers."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], inbox: queue.SimpleQueue[_Ticket | None]
+    ) -> None:
+        self._command, self._environment, self._inbox = command, environment, inbox
+        self._lock = threading.Lock()
+        self._closed = False
+        self._is_ready = False
+        self._process = self._start()
+        self.thread = threading.Thread(target=self._run, name="fednl-worker", daemon=True)
+        self.thread.start()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._process.kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C on the terminal reaches only this process, which then ends its workers.
+        return subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def _restart(self) -> None:
+        self._end()
+        with self._lock:
+            if not self._closed:
+                self._process, self._is_ready = self._start(), False
+
+    def _end(self) -> int:
+        process = self._process
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # closing flushes what a dead worker never read
+                if stream is not None:
+                    stream.close()
+        return process.wait()
+
+    def _run(self) -> None:
+        while (ticket := self._inbox.get()) is not None:
+            if not ticket.cancelled.is_set():
+                try:
+                    ticket.outbox.put(self._do(ticket))
+                except Exception as error:  # the caller of map hears of it, and does not wait for ever
+                    self._restart()
+                    ticket.outbox.put(error)
+        self._end()
+
+    def _do(self, ticket: _Ticket) -> Result:
+        job = ticket.job
+        stdin, stdout = self._ready_pipes()
+        with contextlib.suppress(OSError):  # a pipe that breaks is a worker that ended
+            write_frame(stdin, {"op": job.op, "job": dict(job.header)}, job.blobs)
+            while (frame := read_frame(stdout)) is not None:
+                header, blobs = frame
+                if header.pop("kind") == "result":
+                    return Result(job, header, blobs)
+                ticket.outbox.put(_Progress(job, header["facts"]))
+        self._restart()
+        return Result(job, {"status": "lost", "answer": {}}, [])
+
+    def _ready_pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Waits until the worker serves; one that ends before is started once more, then given up."""
+        for _ in range(_STARTS):
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            if self._is_ready or (not self._closed and skip_to_mark(stdout)):
+                self._is_ready = True
+                return stdin, stdout
+            self._restart()
+        raise FednlError(
+            f"A worker ({' '.join(self._command[1:3])}) ended before it was ready; see its words above."
+        )

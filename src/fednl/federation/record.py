@@ -1,0 +1,152 @@
+"""Where a run stands between two rounds, and how that gets to disk and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fednl.errors import CheckpointError
+from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.ledger import Ledger
+from fednl.federation.params import ClientState, Params, copy
+from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.transport import Transport
+from fednl.runs import Run
+
+OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
+Validate: TypeAlias = Callable[[int, Params], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stands between two rounds; exactly what a checkpoint holds."""
+
+    round: int
+    params: Params
+    server_state: ClientState = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    failed_rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same over all rounds."""
+
+    algorithm: FedAvg
+    transport: Transport
+    settings: FederationSettings
+    training: TrainingSettings
+    run: Run
+    folder: str
+    seed: int
+    on_event: OnEvent
+    validate_round: Validate | None
+    names: tuple[str, ...]
+    asked_per_round: int
+
+    @property
+    def run_name(self) -> str:
+        """What messages of this run and arm carry, so that another's are told apart."""
+        return "/".join(part for part in (self.run.path.name, self.folder) if part)
+
+    def inside(self, name: str) -> str:
+        """Gives a file's name inside the run's folder."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def path(self, name: str) -> Path:
+        """Gives a folder of this run or arm, made if it is missing."""
+        return self.run.folder(self.inside(name))
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Sends an event to whoever listens."""
+        self.on_event({"event": event, **facts})
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed, as it changes results."""
+        training = self.training.model_dump(mode="json", by_alias=True)
+        if self.training.schedule == "constant":
+            del training["rounds"]  # more rounds then only go on from where it stopped
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
+            "shared": list(self.names),
+            "clients": self.transport.clients(),
+            "clients-per-round": self.asked_per_round,
+            "quorum": self.settings.quorum,
+            "training": training,
+            "seed": self.seed,
+        }
+
+
+def save(job: Job, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+    """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
+    loss = ledger.mean_loss()
+    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    if job.validate_round is not None:
+        measured = job.validate_round(point.round, copy(point.params))
+        metrics |= {f"validation_{name}": float(value) for name, value in measured.items()}
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    score = metrics.get("validation_loss")
+    if score is not None and score < point.best.get("loss", math.inf):
+        point = replace(point, best={"round": point.round, "loss": score})
+        write_tensors(job.path("best") / "params.safetensors", point.params, {"round": point.round})
+    facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
+    facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
+    job.run.append_jsonl(job.inside("rounds.jsonl"), {**facts, "clients": ledger.rows()})
+    save_round(
+        job.path("checkpoints"),
+        point.round,
+        point.params,
+        point.server_state,
+        job.transport.states(),
+        {"best": point.best, "failed_rounds": point.failed_rounds, "identity": job.identity()},
+        job.settings.keep_checkpoints,
+    )
+    job.tell("round-end", rounds=job.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
+    return point
+
+
+def begin(job: Job, params: Params) -> Point:
+    """A fresh start: every client holds the start values of what is private to it."""
+    job.run.truncate_jsonl(job.inside("rounds.jsonl"), 0)
+    private = {f"private/{name}": params[name] for name in sorted(set(params) - set(job.names))}
+    job.transport.restore({client: copy(private) for client in job.transport.clients()})
+    return Point(0, copy(params))
+
+
+def resume(job: Job, params: Params) -> Point | None:
+    """The newest good checkpoint, with everything put back to where it stood; None if there is none."""
+    folder = job.path("checkpoints")
+    checkpoint = load_newest(folder)
+    if checkpoint is None:
+        return None
+    then = checkpoint.state["identity"]
+    for key, value in job.identity().items():
+        if then.get(key) != value:
+            raise CheckpointError(
+                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
+                "the settings of that run, or start a new one."
+            )
+    if _layout(checkpoint.params) != _layout(params):
+        raise CheckpointError(
+            f"The checkpoints in {folder} hold other rules than this model has: start anew."
+        )
+    if checkpoint.skipped:
+        job.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
+    job.transport.restore(checkpoint.client_states)
+    job.run.truncate_jsonl(job.inside("rounds.jsonl"), checkpoint.round)
+    best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed)
+
+
+def write_final(job: Job, point: Point) -> None:
+    """Leaves the newest finished rules in `final/`."""
+    write_tensors(job.path("final") / "params.safetensors", point.params, {"round": point.round})
+
+
+def _layout(params: Params) -> dict[str, tuple[Any, Any]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in params.items()}

@@ -1,0 +1,99 @@
+"""The `[training]` and `[federation]` sections: how clients train and how rounds go. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class Section(BaseModel):
+    """A section of a settings file: frozen, strict, unknown keys refused, keys in kebab-case."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=_kebab,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+
+class TrainingSettings(Section):
+    """What every client does in every round; the same for every method that is compared.
+
+    Args:
+        rounds: how many rounds the run has; at least 1.
+        local_steps: optimiser steps of a client in one round; at least 1.
+        batch: examples per step; a client with fewer examples takes smaller batches.
+        local_lr: AdamW's learning rate; above 0.
+        schedule: `"constant"`, or `"cosine"` from `local_lr` down to 0 over all steps of the run.
+        warmup_steps: the first steps of the whole run, in which the rate rises linearly; 0 for none.
+        optimizer_state: `"keep"` carries AdamW's moments over rounds, `"reset"` starts each round anew.
+        clip: largest L2 norm of a step's gradient over all trained tensors; 0 for no limit.
+
+    Source: ours, as the paper states neither optimiser nor schedule.
+    """
+
+    rounds: int = Field(default=4, ge=1)
+    local_steps: int = Field(default=8, ge=1)
+    batch: int = Field(default=4, ge=1)
+    local_lr: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    optimizer_state: Literal["keep", "reset"] = "keep"
+    clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Self:
+        total = self.rounds * self.local_steps
+        if self.warmup_steps >= total and self.warmup_steps > 0:
+            raise ValueError(f"warmup-steps = {self.warmup_steps}, but the run has {total} steps: use fewer")
+        return self
+
+
+class FederationSettings(Section):
+    """Who is asked in a round, what travels, and when a round counts.
+
+    Args:
+        algorithm: a name in `fednl.federation.algorithms.ALGORITHMS`.
+        shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"all"`), or a list of groups
+            and name patterns. Everything else stays private to each client.
+        clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
+        quorum: how many valid replies a round needs to change the model; clients without examples count.
+        deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.
+        parallel_clients: worker processes on this machine; changes speed, not results.
+        keep_checkpoints: how many of the newest round checkpoints stay on disk.
+        max_failed_rounds: how many rounds in a row may miss the quorum before the run stops.
+    """
+
+    algorithm: str = Field(default="fedavg", min_length=1)
+    # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
+    shared: str | Annotated[tuple[str, ...], Field(strict=False)] = "theta"
+    clients_per_round: int = Field(default=0, ge=0)
+    quorum: int = Field(default=1, ge=1)
+    deadline_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    parallel_clients: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    max_failed_rounds: int = Field(default=3, ge=1)
+
+    @field_validator("shared")
+    @classmethod
+    def _named(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        entries = (value,) if isinstance(value, str) else value
+        if not all(entries) or not entries:
+            raise ValueError('name a preset ("memory", "theta", "lora", "all"), or list groups or patterns')
+        return value
+
+    @model_validator(mode="after")
+    def _quorum_can_be_met(self) -> Self:
+        if 0 < self.clients_per_round < self.quorum:
+            raise ValueError(
+                f"quorum = {self.quorum}, but clients-per-round = {self.clients_per_round}: lower the quorum"
+            )
+        return self

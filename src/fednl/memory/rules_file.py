@@ -1,0 +1,165 @@
+"""Save and load the trained rules: safetensors for the numbers, JSON for what they belong to.
+
+The memory state is never saved here; rules are what was learned, the state is what was just read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fednl.errors import BackboneError, CheckpointError, SettingsError
+from fednl.memory.attach import attach_memory, rules
+from fednl.memory.settings import MemoryConfig
+from fednl.memory.sites import attachment, find_decoder, is_attached
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT = 1
+TENSORS, DESCRIPTION = "params.safetensors", "rules.json"
+FINGERPRINT_ROWS = 64
+SAME = ("family", "hidden", "layers", "heads", "kv_heads", "vocabulary", "fingerprint")
+
+
+def backbone_identity(model: nn.Module) -> dict[str, Any]:
+    """Says which backbone this is: its name, its shape, and a fingerprint of its weights.
+
+    The fingerprint is a SHA-256 over the first 64 embedding rows rounded to bfloat16, so that a float32 and a
+    bfloat16 copy of one model are the same backbone.
+    """
+    decoder: Any = find_decoder(model)
+    config = decoder.config
+    rows = decoder.embed_tokens.weight[:FINGERPRINT_ROWS].detach().to("cpu", torch.bfloat16).contiguous()
+    name = getattr(model, "fednl_name", None) or Path(str(config._name_or_path or type(model).__name__)).name
+    return {
+        "name": name,
+        "family": config.model_type,
+        "hidden": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "vocabulary": config.vocab_size,
+        "fingerprint": hashlib.sha256(rows.view(torch.int16).numpy().tobytes()).hexdigest()[:16],
+    }
+
+
+def save_rules(model: PreTrainedModel, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes all rules of a model with memory into a folder.
+
+    Args:
+        model: a model with memory attached.
+        folder: made if missing; earlier rules in it are replaced.
+        dtype: how the numbers are stored; float32 reloads bit for bit.
+
+    Returns:
+        The folder.
+
+    Raises:
+        BackboneError: no memory is attached.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in rules(model).items()}
+    save_file(tensors, folder / TENSORS)
+    description = {
+        "format": FORMAT,
+        "backbone": backbone_identity(model),
+        "memory": attachment(model).config.model_dump(by_alias=True, exclude={"start"}),
+    }
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def read_rules(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads a folder of rules: the tensors in float32 by canonical name, and their description.
+
+    Raises:
+        SettingsError: the folder holds no rules.
+        CheckpointError: it is damaged or of a format this version does not know.
+    """
+    folder = Path(folder)
+    if not (folder / TENSORS).is_file() or not (folder / DESCRIPTION).is_file():
+        raise SettingsError(f"No rules in {folder}: it needs {TENSORS} and {DESCRIPTION}, as fednl.save_rules writes.")
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        tensors = {name: t.float() for name, t in load_file(folder / TENSORS).items()}
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(f"The rules in {folder} are damaged ({type(error).__name__}); save them again.") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        found = description.get("format") if isinstance(description, dict) else None
+        raise CheckpointError(f"The rules in {folder} have format {found}; this version reads format {FORMAT}.")
+    return tensors, description
+
+
+def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """Puts saved rules onto a model, attaching memory with the saved settings if there is none.
+
+    Nothing is changed unless everything fits: backbone, memory settings, every name and every shape.
+
+    Returns:
+        The same model.
+
+    Raises:
+        SettingsError: the folder holds no rules.
+        CheckpointError: names, shapes or memory settings differ.
+        BackboneError: the rules belong to another backbone.
+    """
+    tensors, description = read_rules(folder)
+    check_backbone(model, description, folder)
+    try:
+        config = MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"The memory settings in {folder}/{DESCRIPTION} are not readable; save again.") from error
+    if not is_attached(model):
+        attach_memory(model, config)
+    here = attachment(model).config
+    for key in ("layers", "rule", "rank", "mixing", "gate"):
+        if getattr(here, key) != getattr(config, key):
+            raise CheckpointError(
+                f"The rules in {folder} need memory.{key} = {getattr(config, key)!r}, the model has "
+                f"{getattr(here, key)!r}; attach memory with the saved settings."
+            )
+    assign(rules(model), tensors, str(folder))
+    return model
+
+
+def assign(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:
+    """Copies values into live parameters; every name and shape must fit, and nothing is copied unless all do.
+
+    Raises:
+        CheckpointError: a name is missing or unknown, or a shape differs.
+    """
+    if missing := sorted(live.keys() - tensors.keys()):
+        raise CheckpointError(f"{source} lacks {len(missing)} rules of this model, first {missing[0]!r}.")
+    if unknown := sorted(tensors.keys() - live.keys()):
+        raise CheckpointError(f"{source} holds {len(unknown)} rules this model does not have, first {unknown[0]!r}.")
+    for name, tensor in tensors.items():
+        if tensor.shape != live[name].shape:
+            raise CheckpointError(
+                f"{source}: {name!r} has shape {list(tensor.shape)}, the model needs {list(live[name].shape)}."
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            live[name].copy_(tensor)
+
+
+def check_backbone(model: nn.Module, description: Mapping[str, Any], source: str | Path) -> None:
+    """Raises `BackboneError` unless the description names the backbone that `model` is."""
+    trained, here = description.get("backbone", {}), backbone_identity(model)
+    differing = [key for key in SAME if trained.get(key) != here[key]]
+    if differing:
+        key = differing[0]
+        raise BackboneError(
+            f"The rules in {source} were trained on backbone {trained.get('name')!r} and do not fit {here['name']!r}: "
+            f"{key} is {trained.get(key)!r} there and {here[key]!r} here; load them onto the backbone they come from."
+        )

@@ -1,0 +1,83 @@
+"""The `[memory]` section: what memory is attached to the backbone. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from fednl.errors import SettingsError
+
+_LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class MemoryConfig(BaseModel):
+    """Says which layers get a memory, how it is written and read, and how far attention still reaches.
+
+    Args:
+        layers: `"all"`, `"none"`, `"last:n"` (the n layers nearest the output) or `"every:n"` (each n-th).
+        rule: how the state is written; `"delta"` is S += beta k (v - S k).
+        rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
+        mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
+        gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token.
+        window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
+        sink_tokens: how many of each row's first real tokens attention always sees.
+        chunk_tokens: tokens per chunk of the chunked form; changes speed, not results.
+        start: where the rules begin; `"fresh"`, `"public"` (shipped with the package) or a folder of rules.
+
+    Source: design of this library; the paper states neither window, nor gate, nor rank.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=_kebab,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+    layers: str = "last:15"
+    rule: Literal["delta"] = "delta"
+    rank: int = Field(default=8, ge=0)
+    mixing: Literal["additive", "convex"] = "additive"
+    gate: Literal["input"] = "input"
+    window_tokens: int = Field(default=64, ge=0)
+    sink_tokens: int = Field(default=4, ge=0)
+    chunk_tokens: int = Field(default=32, ge=1, le=1024)
+    start: str = Field(default="fresh", min_length=1)
+
+    @field_validator("layers")
+    @classmethod
+    def _known_layers(cls, value: str) -> str:
+        if not _LAYERS.fullmatch(value):
+            raise ValueError('write "all", "none", "last:n" or "every:n" with n at least 1')
+        return value
+
+    def layer_numbers(self, total: int) -> list[int]:
+        """Lists the layers that get a memory, counted from 0, in order.
+
+        Args:
+            total: how many layers the backbone has.
+
+        Raises:
+            SettingsError: `layers` asks for more layers than there are.
+        """
+        if self.layers == "all":
+            return list(range(total))
+        if self.layers == "none":
+            return []
+        kind, _, text = self.layers.partition(":")
+        number = int(text)
+        if number > total:
+            raise SettingsError(
+                f'[memory] layers = "{self.layers}": the backbone has {total} layers; use n <= {total}.'
+            )
+        if kind == "last":
+            return list(range(total - number, total))
+        return list(range(number - 1, total, number))

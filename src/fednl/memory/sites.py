@@ -1,0 +1,93 @@
+"""Where memory goes in a Hugging Face model: the decoder, its attention layers, their projections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fednl.errors import BackboneError
+from fednl.memory.settings import MemoryConfig
+
+if TYPE_CHECKING:
+    from fednl.memory.layer import MemoryLayer
+
+FAMILIES = ("llama", "qwen2")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTRIBUTE = "_fednl_attachment"
+
+
+@dataclass(eq=False)
+class Attachment:
+    """One model's memory: its settings, the hooks that carry it, and how loud it is.
+
+    Attributes:
+        decoder: the module whose `layers` are the transformer blocks.
+        config: the memory settings.
+        layers: layer index -> its memory; layers without memory are absent.
+        gate_scale: multiplies every gate; 0 inside `closed(model)`.
+        implementation: the backbone's own attention implementation, put back by `detach_memory`.
+        trainable: the backbone parameters that required gradients before attaching.
+        handles: what to remove on detaching.
+    """
+
+    decoder: nn.Module
+    config: MemoryConfig
+    layers: dict[int, MemoryLayer]
+    implementation: str
+    trainable: list[nn.Parameter]
+    gate_scale: float = 1.0
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of transformer blocks."""
+        blocks: Any = self.decoder.layers
+        return len(blocks)
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """Finds the module that runs the transformer blocks, through any wrapper.
+
+    Raises:
+        BackboneError: the family is not supported, or its attention layers are not recognised.
+    """
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if family not in FAMILIES:
+        raise BackboneError(
+            f"Backbone family {family!r} is not supported by the memory adapter; use one of: {', '.join(FAMILIES)}."
+        )
+    for module in model.modules():
+        blocks = getattr(module, "layers", None)
+        if isinstance(blocks, nn.ModuleList) and len(blocks):
+            for index, block in enumerate(blocks):
+                attention = getattr(block, "self_attn", None)
+                missing = [name for name in PROJECTIONS if not hasattr(attention, name)]
+                if missing:
+                    raise BackboneError(
+                        f"Attention layer {index} of backbone family {family!r} has no {', '.join(missing)}: "
+                        "its layout is not recognised; use an unmodified model of this family."
+                    )
+            return module
+    raise BackboneError(f"No transformer blocks found in {type(model).__name__}; pass a causal language model.")
+
+
+def attachment(model: nn.Module) -> Attachment:
+    """Returns the attachment of a model with memory.
+
+    Raises:
+        BackboneError: no memory is attached.
+    """
+    for module in model.modules():
+        found = module.__dict__.get(ATTRIBUTE)
+        if found is not None:
+            assert isinstance(found, Attachment)
+            return found
+    raise BackboneError(f"{type(model).__name__} has no memory attached; call fednl.attach_memory(model) first.")
+
+
+def is_attached(model: nn.Module) -> bool:
+    """True if `attach_memory` was called on the model and not undone."""
+    return any(ATTRIBUTE in module.__dict__ for module in model.modules())

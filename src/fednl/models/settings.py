@@ -1,0 +1,74 @@
+"""The settings of the backbone and of LoRA; free of torch, so that settings are checked before it loads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+_STRICT = ConfigDict(
+    frozen=True,
+    strict=True,
+    extra="forbid",
+    alias_generator=_kebab,
+    validate_by_name=True,
+    validate_by_alias=True,
+)
+
+
+class BackboneSettings(BaseModel):
+    """Which frozen language model is used, where it runs, and in which precision.
+
+    Args:
+        id: a packaged name (`smollm2-135m`), a Hugging Face id, or a folder written by `save_pretrained`.
+        device: `auto` (the first of CUDA, Apple's MPS, CPU that is there), `cpu`, `mps`, `cuda` or `cuda:N`.
+        dtype: the backbone's own precision: `float32`, `bfloat16`, or `auto` (bfloat16 where the device has
+            native instructions for it, else float32). What is trained stays float32 whatever this says.
+    """
+
+    model_config = _STRICT
+
+    id: str = Field(default="smollm2-135m", min_length=1)
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+
+
+class LoraSettings(BaseModel):
+    """A low-rank update `alpha / rank * B A` beside the frozen projections.
+
+    Args:
+        rank: the inner size of the update; 0 means no LoRA.
+        alpha: the scale's numerator, above 0; left out it is `2 * rank`.
+        targets: `all-linear` (the query, key, value, output, gate, up and down projections that the model
+            has) or a comma list of module names such as `q_proj,v_proj`.
+        local_lr: the learning rate of the LoRA arm of a comparison; left out it is `training.local-lr`.
+
+    Source: Hu et al. 2021, "LoRA", section 4.1; plain LoRA: no bias, no dropout, no rsLoRA, no DoRA.
+    """
+
+    model_config = _STRICT
+
+    rank: int = Field(default=0, ge=0)
+    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    targets: str = "all-linear"
+    local_lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @field_validator("targets")
+    @classmethod
+    def _names(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",")]
+        if not all(name.replace("_", "a").isalnum() for name in names if name != "all-linear"):
+            raise ValueError("targets must be all-linear or a comma list of module names: q_proj,v_proj")
+        if len(set(names)) != len(names) or ("all-linear" in names and len(names) > 1):
+            raise ValueError("targets must name each module once, and all-linear stands alone")
+        return ",".join(names)
+
+    @property
+    def scale_alpha(self) -> float:
+        """The alpha that is used: the one set, else `2 * rank`."""
+        return float(2 * self.rank) if self.alpha is None else float(self.alpha)

@@ -1,0 +1,280 @@
+"""The tables of a run, as Markdown and for a terminal: every number with its n, chance and interval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fednl.errors import CheckpointError
+from fednl.evaluation.needles import MACRO, METRICS, Row, leaks
+from fednl.evaluation.settings import ARMS
+from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
+from fednl.report.words import escape, markdown_table, number, percent
+from fednl.runs import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TITLES = {
+    "candidates": "Right candidate of four, %",
+    "recall": "Exact recall, %",
+    "nats_per_token": "Cross-entropy of the right answer, nats/token (lower is better)",
+}
+
+
+_ROW_KEYS = {"method", "client", "metric", "value", "n"}
+_PAIR_KEYS = {"low", "high"}
+_SHORT = {"candidates": "candidates", "recall": "recall", "nats_per_token": "nats per token"}
+
+
+def report(paths: Sequence[Path]) -> str:
+    """Gives the tables of one or more runs as Markdown.
+
+    Per run: what it was, how training went (rounds, seconds, bytes as serialised per direction, clients that
+    did not count), and for each results file the arms by client, paired differences in words and the
+    aggregation drop. Several runs get a table of their macro averages first. An unfinished run or a missing
+    file is said plainly.
+
+    Args:
+        paths: run folders.
+
+    Raises:
+        SettingsError: a path is not a run folder.
+    """
+    runs = [Run.open(Path(path)) for path in paths]
+    parts = [_compared(runs)] if len(runs) > 1 else []
+    parts += [_run(run) for run in runs]
+    return "\n\n".join(parts) + "\n"
+
+
+def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
+    """Gives one metric as a table for a terminal: a line per client and the macro average, a column per arm.
+
+    Args:
+        rows: the rows of one results file; where they hold several prompt lengths, the first is shown.
+        metric: `"candidates"`, `"recall"` or `"nats_per_token"`.
+
+    Returns:
+        A table for `rich.console.Console.print`.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = next(_by_tokens(rows), [])
+    cells = _index(rows)
+    notes = [*_behind(rows, metric), "below each: 95% interval"] if rows else []
+    table = Table(title=_TITLES[metric], caption="; ".join(notes), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("client", overflow="fold")
+    arms = _arms(rows, metric)
+    for arm in arms:
+        table.add_column(Text(ARMS.get(arm, arm)), justify="right", overflow="fold")
+    for client in [*_clients(rows, metric), MACRO]:
+        if client == MACRO:
+            table.add_section()
+        shown = [_narrow_cell(cells.get((arm, client, metric)), metric) for arm in arms]
+        table.add_row(Text(client), *map(Text, shown))
+    return table
+
+
+def _results(run: Run) -> Iterator[tuple[str, dict[str, Any] | CheckpointError]]:
+    """Reads the results of a run, file by file in the order of their names; a damaged one gives its error."""
+    for path in sorted((run.path / "results").glob("*.json")):
+        try:
+            yield path.stem, run.read_json(f"results/{path.name}")
+        except CheckpointError as error:
+            yield path.stem, error
+
+
+def _run(run: Run) -> str:
+    results = list(_results(run))
+    facts = run_facts(run, [result for _, result in results if isinstance(result, dict)])
+    parts = [f"# {escape(run.path.name)}", "\n".join(setup_lines(run, facts)), "## Training"]
+    parts += training_lines(run)
+    if not results:
+        parts.append(f"Nothing is measured yet: run `fednl eval {run.path}`.")
+    for task, result in results:
+        if isinstance(result, CheckpointError):
+            parts.append(f"## {escape(task)}\n\n{escape(str(result))}")
+            continue
+        rows = _usable(result)
+        if not rows:
+            parts.append(f"## {escape(task)}\n\nresults/{escape(task)}.json holds no rows.")
+        for alike in _by_tokens(rows):
+            parts += _result(task, alike, run)
+    return "\n\n".join(parts)
+
+
+def _usable(result: Mapping[str, Any]) -> list[Row]:
+    """The rows that hold what a table needs; a file edited by hand may hold others."""
+    found = []
+    for row in result.get("rows") or []:
+        if isinstance(row, dict):
+            needed = _ROW_KEYS | (_PAIR_KEYS if "baseline" in row else set())
+            found += [row] if needed <= set(row) else []
+    return [row for row in found if row["metric"] != "difference" or row.get("of") in METRICS]
+
+
+def _result(task: str, rows: Sequence[Row], run: Run) -> list[str]:
+    """The section of one results file at one prompt length."""
+    tokens = rows[0].get("tokens")
+    parts = [f"## {escape(task)}" + (f", {tokens} tokens" if tokens else "")]
+    for metric in METRICS:
+        if _arms(rows, metric):
+            parts += [f"### {_TITLES[metric]}", _arm_table(rows, metric)]
+            parts.append("; ".join(_behind(rows, metric)) + ".")
+    parts.append(
+        "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
+        "macro, which counts each client once, and differences: bootstrap within clients). "
+        'They do not cover another training seed. "Better" and "worse" need an interval without 0 and, for '
+        "right or wrong, McNemar's exact p of at most 0.05."
+    )
+    parts += _shared_lines(rows, run)
+    parts += _leak_line(rows)
+    differences = [row for of in METRICS for row in rows if row.get("of") == of]
+    if differences:
+        lines = [f"- {_difference(row)}" for row in differences]
+        parts += ["### Paired differences, macro", "\n".join(lines)]
+    drops = [row for row in rows if row["metric"] == "aggregation_drop_pp"]
+    if drops:
+        body = [
+            [escape(row["client"]), f"{row['value']:+.1f}{_bracket(row, 1, '+.1f')}", str(row["n"])]
+            for row in drops
+        ]
+        parts += [
+            "### Aggregation drop (local-only minus federated accuracy), pp",
+            markdown_table(["client", "drop", "n"], body),
+        ]
+    return parts
+
+
+def _arm_table(rows: Sequence[Row], metric: str) -> str:
+    cells = _index(rows)
+    clients = [*_clients(rows, metric), MACRO]
+    body = [
+        [escape(ARMS.get(arm, arm)), *(_cell(cells.get((arm, client, metric)), metric) for client in clients)]
+        for arm in _arms(rows, metric)
+    ]
+    return markdown_table(["arm", *map(escape, clients)], body)
+
+
+def _cell(row: Row | None, metric: str) -> str:
+    if row is None or "value" not in row:
+        return "-"
+    if metric == "nats_per_token":
+        return f"{row['value']:.2f}{_bracket(row, 1, '.2f')}"
+    # A client's interval is tens of points wide: decimals there would only look exact.
+    return f"{100 * row['value']:.1f}{_bracket(row, 100, '.1f' if row['client'] == MACRO else '.0f')}"
+
+
+def _narrow_cell(row: Row | None, metric: str) -> str:
+    """A cell for a terminal: the value, and below it the interval to whole points."""
+    if row is None or "low" not in row:
+        return _cell(row, metric)
+    if metric == "nats_per_token":
+        return f"{row['value']:.2f}\n{row['low']:.1f}-{row['high']:.1f}"
+    return f"{100 * row['value']:.1f}\n{100 * row['low']:.0f}-{100 * row['high']:.0f}"
+
+
+def _bracket(row: Row, scale: float, form: str) -> str:
+    if "low" not in row or "high" not in row:
+        return ""
+    return f" [{format(scale * row['low'], form)}, {format(scale * row['high'], form)}]"
+
+
+def _difference(row: Row) -> str:
+    """One paired difference in words."""
+    method, baseline = (escape(ARMS.get(row[key], row[key])) for key in ("method", "baseline"))
+    if row["of"] == "nats_per_token":
+        gap = f"{row['value']:+.2f} nats/token, 95% interval{_bracket(row, 1, '+.2f')}"
+    else:
+        gap = f"{100 * row['value']:+.1f} pp, 95% interval{_bracket(row, 100, '+.1f')}"
+    chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
+    over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")
+    verdict = row.get("verdict", "no verdict")
+    return f"{_SHORT[row['of']]}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+
+
+def _behind(rows: Sequence[Row], metric: str) -> list[str]:
+    """The n and the chance level that stand behind a table."""
+    found = [row for row in rows if row["metric"] == metric]
+    each = {row["client"]: row["n"] for row in found if row["client"] != MACRO}
+    if len(set(each.values())) == 1:
+        text = f"n = {next(iter(each.values()))} questions per client"
+    else:
+        text = "n = " + ", ".join(f"{n} ({escape(client)})" for client, n in each.items())
+    whole = {row["method"]: row["n"] for row in found if row["client"] == MACRO}
+    if whole:
+        most = max(whole.values())
+        fewer = [f"{n} for {escape(ARMS.get(arm, arm))}" for arm, n in whole.items() if n != most]
+        text += f", {most} in all" + (f" ({', '.join(fewer)})" if fewer else "")
+    chances = sorted({row["chance"] for row in found if "chance" in row})
+    return [text, *(f"chance {percent(chance)}" for chance in chances)]
+
+
+def _shared_lines(rows: Sequence[Row], run: Run) -> list[str]:
+    """Which groups of rules crossed the network, how many numbers they are, and which arms use them."""
+    users: dict[str, list[str]] = {}
+    for arm, groups in {row["method"]: row["shared"] for row in rows if "shared" in row}.items():
+        count = shared_parameters(run, arm, groups)
+        size = "" if count is None else f" ({count:,} parameters)"
+        users.setdefault(escape(", ".join(groups)) + size, []).append(escape(ARMS.get(arm, arm)))
+    return [f"Shared: {what}, used by: {', '.join(arms)}." for what, arms in users.items()]
+
+
+def _leak_line(rows: Sequence[Row]) -> list[str]:
+    row = _index(rows).get(("events-removed", MACRO, "candidates"))
+    if row is None:
+        return []
+    verdict = (
+        "above chance: the prompts give answers away" if leaks(rows) else "not above chance, as it must be"
+    )
+    return [f"With the events removed the answers are {verdict}."]
+
+
+def _compared(runs: Sequence[Run]) -> str:
+    """The macro averages of several runs in one table."""
+    body = []
+    for run in runs:
+        for task, result in _results(run):
+            for alike in _by_tokens(_usable(result) if isinstance(result, dict) else []):
+                cells = _index(alike)
+                for arm in _arms(alike, *METRICS):
+                    macro = [cells.get((arm, MACRO, metric)) for metric in METRICS]
+                    first = next((row for row in macro if row is not None), {})
+                    body.append(
+                        [
+                            *map(escape, (run.path.name, task, ARMS.get(arm, arm))),
+                            number(first.get("tokens")),
+                            *(_cell(row, metric) for row, metric in zip(macro, METRICS, strict=True)),
+                            number(first.get("n")),
+                            number(first.get("seed")),
+                        ]
+                    )
+    head = ["run", "task", "arm", "tokens", "candidates, %", "recall, %", "nats/token", "n", "seed"]
+    table = markdown_table(head, body) if body else "None of the runs is measured yet."
+    return f"# {len(runs)} runs, macro averages\n\n{table}"
+
+
+def _index(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], Row]:
+    return {(row["method"], row["client"], row["metric"]): row for row in rows if "baseline" not in row}
+
+
+def _arms(rows: Sequence[Row], *metrics: str) -> list[str]:
+    """The arms measured by any of these metrics: those we know in their order, then any others."""
+    found = dict.fromkeys(row["method"] for row in rows if row["metric"] in metrics and "baseline" not in row)
+    return [arm for arm in ARMS if arm in found] + [arm for arm in found if arm not in ARMS]
+
+
+def _clients(rows: Sequence[Row], metric: str) -> list[str]:
+    return [c for c in dict.fromkeys(row["client"] for row in rows if row["metric"] == metric) if c != MACRO]
+
+
+def _by_tokens(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    for tokens in dict.fromkeys(row.get("tokens") for row in rows):
+        yield [row for row in rows if row.get("tokens") == tokens]

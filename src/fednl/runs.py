@@ -1,0 +1,328 @@
+"""The run folder: everything a run leaves behind, as JSON, JSON lines and safetensors.
+
+`config.json` (the resolved settings), `environment.json`, `rounds.jsonl`, `checkpoints/`, `final/`, `best/`
+and `results/`. A file is either whole or absent: JSON is written beside its place and renamed into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednl.errors import CheckpointError, FednlError, SettingsError
+
+FORMAT = 1
+_PACKAGES = ("fednl", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder on disk, with whole-file writes.
+
+    Args:
+        path: the folder; `Run.create`, `Run.at` and `Run.open` make or check it.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str | None = None) -> Run:
+        """Makes a new run folder `root/DATE-TIME-NAME`, never one that exists.
+
+        Args:
+            root: the folder of runs; made if it is missing.
+            name: usually the settings file's name without its ending; None stands for `run`.
+
+        Raises:
+            FednlError: the folder cannot be made.
+        """
+        while True:
+            path = fresh_path(root, name)
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    path.mkdir()
+                except FileExistsError:  # another process took the name between the look and the making
+                    continue
+            return cls(path)
+
+    @classmethod
+    def at(cls, path: Path) -> Run:
+        """Makes a new run at exactly this folder, which must be absent or empty.
+
+        Args:
+            path: the folder; parents are made.
+
+        Raises:
+            SettingsError: the folder already holds something.
+            FednlError: the folder cannot be made.
+        """
+        path = Path(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise SettingsError(
+                f"--out {path} already exists: name a new folder, or continue with --resume {path}."
+            )
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """Opens the folder of an earlier run.
+
+        Args:
+            path: the folder.
+
+        Raises:
+            SettingsError: there is no such folder, or it holds no `config.json`.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise SettingsError(f"there is no run folder {path}: name a folder made by `fednl train`.")
+        if not (path / "config.json").is_file():
+            raise SettingsError(
+                f"{path} is not a run (it has no config.json): name a folder made by `fednl train`."
+            )
+        return cls(path)
+
+    def folder(self, name: str) -> Path:
+        """Gives the sub-folder `name`, made if it is missing."""
+        path = self._inside(name)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_json(self, name: str, obj: Mapping[str, Any]) -> Path:
+        """Writes a JSON object whole or not at all, with `"format": 1` in it.
+
+        A value that is not a finite number is left out (its key is absent): a reader never meets NaN.
+
+        Args:
+            name: the file inside the run, for example `"results/needles.json"`.
+            obj: what to write; not modified.
+
+        Raises:
+            FednlError: the file cannot be written.
+        """
+        path = self._inside(name)
+        text = json.dumps(
+            {"format": FORMAT, **_finite(dict(obj))}, indent=1, ensure_ascii=False, allow_nan=False
+        )
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, (text + "\n").encode("utf-8"))
+        return path
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Reads what `write_json` wrote, without its `"format"` key.
+
+        Raises:
+            CheckpointError: the file is missing, not a JSON object, or of a format this version cannot read.
+        """
+        path = self._inside(name)
+        try:
+            obj = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
+        except ValueError:
+            raise CheckpointError(f"{path} is not valid JSON: delete it or restore it from a copy.") from None
+        if not isinstance(obj, dict) or obj.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has no format = {FORMAT}: it was written by another version of fednl."
+            )
+        del obj["format"]
+        return obj
+
+    def append_jsonl(self, name: str, obj: Mapping[str, Any]) -> None:
+        """Adds one row to a file of JSON lines, on disk when this returns; a torn last row is cut off first.
+
+        Args:
+            name: the file inside the run, for example `"rounds.jsonl"`.
+            obj: the row; values that are not finite numbers are left out.
+
+        Raises:
+            FednlError: the file cannot be written.
+        """
+        path = self._inside(name)
+        line = json.dumps(_finite(dict(obj)), ensure_ascii=False, allow_nan=False) + "\n"
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a+b") as file:
+                _cut_torn_line(file)
+                file.write(line.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def read_jsonl(self, name: str) -> list[dict[str, Any]]:
+        """Reads the rows of a file of JSON lines; a missing file has none, and a torn last row is not one.
+
+        Raises:
+            CheckpointError: a row before the last is damaged.
+        """
+        path = self._inside(name)
+        if not path.exists():
+            return []
+        whole = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is a torn row, or nothing
+        rows = []
+        for number, line in enumerate(whole, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                raise CheckpointError(
+                    f"{path} line {number} is damaged: restore the file from a copy."
+                ) from None
+        return rows
+
+    def truncate_jsonl(self, name: str, keep: int) -> None:
+        """Keeps the first `keep` rows of a file of JSON lines, as a resumed run needs; whole or not at all.
+
+        Args:
+            name: the file inside the run; a missing file stays missing.
+            keep: how many rows stay; at least 0.
+
+        Raises:
+            FednlError: the file cannot be written.
+        """
+        path = self._inside(name)
+        if not path.exists():
+            return
+        whole = path.read_bytes().split(b"\n")[:-1]
+        with _writing(path):
+            write_atomic(path, b"".join(line + b"\n" for line in whole[: max(0, keep)]))
+
+    def _inside(self, name: str) -> Path:
+        relative = Path(name)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ValueError(f"{name!r} would leave the run folder")
+        return self.path / relative
+
+
+def fresh_path(root: Path, name: str | None = None) -> Path:
+    """Names a folder `root/DATE-TIME-NAME` that does not exist yet, without making it.
+
+    Args:
+        root: the folder of runs.
+        name: letters, digits, `.`, `-` and `_` are kept, the rest becomes a dash; None stands for `run`.
+    """
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name or "run").strip("-.") or "run"
+    first = Path(root) / f"{time.strftime('%Y%m%d-%H%M%S')}-{clean}"
+    path, number = first, 2
+    while path.exists():
+        path, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return path
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Puts `content` at `path` whole or not at all: a file beside it, flushed to disk, then renamed.
+
+    Args:
+        path: where; its folder must exist.
+        content: the whole file.
+
+    Raises:
+        OSError: the disk refused; whatever was at `path` is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes a rename inside `path` survive a power cut, where the system knows how."""
+    with contextlib.suppress(OSError):  # Windows opens no folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def environment() -> dict[str, Any]:
+    """Says what a run ran on: Python, system, package versions, processors, commit. No host or user names."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count() or 1,
+        "byte_order": sys.byteorder,
+        "packages": {},
+    }
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts["packages"][package] = importlib.metadata.version(package)
+    return facts | _commit()
+
+
+def _commit() -> dict[str, Any]:
+    """The commit of the checkout this package runs from; nothing for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return {}
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return {"commit": commit, "changed_files": len(_git(root, "status", "--porcelain").splitlines())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items() if not _is_not_finite(item)}
+    if isinstance(value, list | tuple):
+        return [None if _is_not_finite(item) else _finite(item) for item in value]
+    return value
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _cut_torn_line(file: Any) -> None:
+    """Drops what a killed process left after the last newline, so that the next row starts a line."""
+    content = b""
+    file.seek(0, os.SEEK_END)
+    if file.tell() == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.read()
+    file.truncate(content.rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns a full disk or a forbidden folder into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise FednlError(
+            f"cannot write {path}: {reason}; free some space or choose another folder."
+        ) from None

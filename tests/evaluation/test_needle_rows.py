@@ -1,0 +1,165 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednl.errors import DataError
+from fednl.evaluation.needles import CHANCE, leaks, result_rows
+from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.statistics import mcnemar, wilson
+
+
+def outcomes(right: dict[str, list[int]], nats: float = 1.0) -> list[Outcome]:
+    return [
+        Outcome(client, i, 2 if hit else 0, 2, bool(hit), bool(hit and i % 2), nats + i / 10, hit / 2, 4)
+        for client, hits in right.items()
+        for i, hit in enumerate(hits)
+    ]
+
+
+GOOD = outcomes({"a": [1] * 27 + [0] * 3, "b": [1] * 24 + [0] * 6}, nats=0.5)
+POOR = outcomes({"a": [1] * 8 + [0] * 22, "b": [0] * 23 + [1] * 7}, nats=2.5)
+
+
+def rows_where(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def one(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    (row,) = rows_where(rows, **wanted)
+    return row
+
+
+def made(**arms: list[Outcome]) -> list[dict[str, Any]]:
+    named = {arm.replace("_", "-"): found for arm, found in arms.items()}
+    return result_rows(named, seed=3, tokens=320, shared={"federated": ["write", "gate"]}, resamples=2000)
+
+
+def test_a_clients_row_is_complete() -> None:
+    low, high = wilson(27, 30)
+    assert one(made(federated=GOOD), client="a", metric="candidates") == {
+        "method": "federated",
+        "client": "a",
+        "metric": "candidates",
+        "value": 0.9,
+        "n": 30,
+        "correct": 27,
+        "low": low,
+        "high": high,
+        "chance": CHANCE,
+        "shared": ["write", "gate"],
+        "seed": 3,
+        "tokens": 320,
+    }
+
+
+def test_what_does_not_apply_has_no_key() -> None:
+    rows = made(federated=GOOD, window_only=POOR)
+    assert "chance" not in one(rows, method="federated", client="a", metric="recall")
+    assert not {"chance", "correct"} & set(one(rows, method="federated", client="a", metric="nats_per_token"))
+    assert all("shared" not in row for row in rows_where(rows, method="window-only"))
+    single = one(made(federated=outcomes({"a": [1]})), client="a", metric="nats_per_token")
+    assert not {"low", "high"} & set(single)
+    json.dumps(rows, allow_nan=False)
+    assert None not in [value for row in rows for value in row.values()]
+
+
+def test_the_macro_row_averages_clients_not_questions() -> None:
+    uneven = outcomes({"a": [1] * 30, "b": [0] * 10})
+    row = one(made(federated=uneven), client="macro", metric="candidates")
+    assert row["value"] == 0.5
+    assert (row["n"], row["correct"], row["clients"]) == (40, 30, 2)
+    nats = one(made(federated=GOOD), client="macro", metric="nats_per_token")
+    assert nats["value"] == pytest.approx(0.5 + sum(range(30)) / 300)
+    assert nats["low"] < nats["value"] < nats["high"]
+
+
+def test_differences_are_paired_and_say_better_or_worse() -> None:
+    rows = made(federated=GOOD, window_only=POOR, state_zeroed=POOR)
+    row = one(rows, metric="difference", baseline="window-only", of="candidates")
+    assert row["value"] == pytest.approx((19 / 30 + 17 / 30) / 2)
+    assert (row["method"], row["client"], row["n"], row["clients"]) == ("federated", "macro", 60, 2)
+    assert row["verdict"] == "better"
+    assert row["p"] == mcnemar([o.correct for o in GOOD], [o.correct for o in POOR])
+    # A loss that falls is better, and has no right or wrong.
+    nats = one(rows, metric="difference", baseline="window-only", of="nats_per_token")
+    assert nats["value"] == pytest.approx(-2.0)
+    assert nats["verdict"] == "better"
+    assert "p" not in nats
+    reverse = made(federated=POOR, window_only=GOOD)
+    assert {row["verdict"] for row in rows_where(reverse, metric="difference")} == {"worse"}
+    same = made(federated=GOOD, window_only=GOOD)
+    assert one(same, metric="difference", of="candidates")["verdict"] == "no clear difference"
+
+
+def test_a_few_wins_that_a_coin_would_give_are_no_clear_difference() -> None:
+    # Four wins and no loss of thirty: the bootstrap interval excludes zero, the exact test says p = 0.125.
+    rows = made(
+        federated=outcomes({"a": [1] * 9 + [0] * 21}), window_only=outcomes({"a": [1] * 5 + [0] * 25})
+    )
+    row = one(rows, metric="difference", of="candidates")
+    assert row["low"] > 0
+    assert row["p"] == 0.125
+    assert row["verdict"] == "no clear difference"
+
+
+def test_pairing_is_by_question_not_by_order() -> None:
+    forwards = made(federated=GOOD, window_only=POOR)
+    backwards = made(federated=GOOD[::-1], window_only=POOR)
+    key = str
+    assert sorted(map(key, forwards)) == sorted(map(key, backwards))
+
+
+def test_only_measured_arms_are_compared() -> None:
+    rows = made(federated=GOOD, pooled=[], full_attention=GOOD)
+    assert {row["baseline"] for row in rows_where(rows, metric="difference")} == {"full-attention"}
+    assert not rows_where(rows, method="pooled")
+
+
+def test_the_aggregation_drop_is_local_minus_federated_in_points() -> None:
+    rows = made(federated=POOR, local_only=[o for o in GOOD if o.client == "a"])
+    drop = one(rows, metric="aggregation_drop_pp", client="a")
+    assert drop["value"] == pytest.approx(100 * 19 / 30)
+    assert drop["low"] < drop["value"] < drop["high"]
+    assert drop["n"] == 30
+    # A held-out client has no rules of its own: it takes no part, and the macro says over how many questions.
+    assert not rows_where(rows, metric="aggregation_drop_pp", client="b")
+    assert one(rows, metric="aggregation_drop_pp", client="macro")["n"] == 30
+    assert one(rows, metric="difference", baseline="local-only", of="candidates")["clients"] == 1
+
+
+def test_arms_on_other_questions_are_refused() -> None:
+    with pytest.raises(DataError, match='"federated" and "window-only"'):
+        made(federated=GOOD, window_only=POOR[1:])
+    with pytest.raises(DataError, match="twice"):
+        made(federated=[*GOOD, GOOD[0]])
+
+
+def test_a_leak_is_answering_above_chance_without_the_events() -> None:
+    assert leaks(made(events_removed=GOOD))
+    assert not leaks(made(events_removed=POOR))
+    assert not leaks(made(federated=GOOD))
+
+
+def test_letters_have_no_recall() -> None:
+    rows = result_rows({"federated": GOOD}, seed=0, tokens=9, metrics=("candidates",), resamples=100)
+    assert {row["metric"] for row in rows} == {"candidates"}
+
+
+def test_outcomes_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    save_outcomes(path, {"federated": GOOD, "window-only": POOR})
+    assert load_outcomes(path) == {"federated": GOOD, "window-only": POOR}
+    first = json.loads(path.read_text().splitlines()[0])
+    assert set(first) == {"arm", *Outcome.__dataclass_fields__}
+    # Names and numbers only: nothing that was asked or answered.
+    assert all(key in ("arm", "client") or isinstance(value, int | float) for key, value in first.items())
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"arm": "a"}', '{"arm": "a", "client": "c", "index": 1}'])
+def test_a_damaged_file_of_outcomes_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match="line 1 is not an outcome"):
+        load_outcomes(path)

@@ -1,0 +1,181 @@
+"""Tiny clients: a linear regression whose rules have the names and groups of real ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.message import Message
+from fednl.federation.params import ClientState, Params
+from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.transport import Endpoint, InProcessTransport, Reply
+from fednl.runs import Run
+from fednl.seeding import torch_rng
+
+WRITE = "layers.0.memory.write.weight"
+GATE = "layers.0.memory.gate.bias"
+PROJECTION = "layers.1.memory.projection.down"
+SIZES = {"ada": 5, "bob": 1, "cyd": 12, "dan": 7}
+WIDTH = 3
+
+
+def start_params(dtype: torch.dtype = torch.float32) -> Params:
+    rng = torch_rng(7, "start")
+    draw = {name: torch.randn(WIDTH, generator=rng, dtype=torch.float64) for name in (WRITE, PROJECTION)}
+    return {name: value.to(dtype) for name, value in {**draw, GATE: torch.zeros((), dtype=dtype)}.items()}
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Mean squared error of x . (write + projection) + gate, on data of the client's own."""
+
+    client: str
+    num_examples: int
+    round: int = 1
+    batch: int = 4
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = torch_rng(self.seed, "data", self.client)
+        x = torch.randn(self.num_examples, WIDTH, generator=rng, dtype=torch.float64)
+        target = x @ torch.randn(WIDTH, generator=rng, dtype=torch.float64) + 0.5
+        return x.to(self.dtype), target.to(self.dtype)
+
+    def loss(self, params: Params, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, target = batch
+        return (x @ (params[WRITE] + params[PROJECTION]) + params[GATE] - target).square().mean()
+
+    def batches(self, purpose: str, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x, target = self.data()
+        rng = torch_rng(self.seed, purpose, self.client, self.round)
+        for _ in range(steps):
+            rows = torch.randperm(self.num_examples, generator=rng)[: self.batch]
+            yield x[rows], target[rows]
+
+
+def toy_endpoint(
+    algorithm: FedAvg,
+    training: TrainingSettings,
+    sizes: Mapping[str, int],
+    dtype: torch.dtype = torch.float32,
+) -> Endpoint:
+    def endpoint(
+        client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
+    ) -> tuple[Message, ClientState]:
+        problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
+        return train_locally(
+            algorithm, problem, message, state, LocalPlan.of(training, message.round), on_progress
+        )
+
+    return endpoint
+
+
+class Tampered(InProcessTransport):
+    """Lets a test change what comes back: the order, the bytes, the number of replies."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        clients: Mapping[str, int] | Iterable[str],
+        change: Callable[[list[Reply]], list[Reply]],
+    ) -> None:
+        super().__init__(endpoint, clients)
+        self.change = change
+        self.sent: list[Message] = []
+        self.returned: list[Reply] = []
+
+    def send(self, client: str, message: Message) -> int:
+        size = super().send(client, message)
+        self.sent.append(Message.from_bytes(self._asked[client]))
+        assert len(self._asked[client]) == size
+        return size
+
+    def replies(self, deadline_s: float | None, on_progress: Any = None) -> Iterator[Reply]:
+        came = self.change(list(super().replies(deadline_s, on_progress)))
+        self.returned += came
+        yield from came
+
+
+def forge(reply: Reply, **fields: Any) -> Reply:
+    """The same reply with some fields of its message changed."""
+    message = replace(Message.from_bytes(reply.payload), **fields)
+    return replace(reply, payload=message.to_bytes())
+
+
+@dataclass
+class Bench:
+    """One toy federation, ready to run."""
+
+    path: Path
+    sizes: Mapping[str, int] = field(default_factory=lambda: dict(SIZES))
+    algorithm: FedAvg = field(default_factory=lambda: FedAvg(shared="theta"))
+    settings: FederationSettings = field(default_factory=FederationSettings)
+    training: TrainingSettings = field(
+        default_factory=lambda: TrainingSettings(rounds=3, local_steps=3, batch=4)
+    )
+    seed: int = 3
+    dtype: torch.dtype = torch.float32
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def run_folder(self) -> Run:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return Run(self.path)
+
+    def endpoint(self) -> Endpoint:
+        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype)
+
+    def transport(self, change: Callable[[list[Reply]], list[Reply]] = lambda replies: replies) -> Tampered:
+        return Tampered(self.endpoint(), self.sizes, change)
+
+    def run(self, transport: Any = None, **named: Any) -> Params:
+        from fednl.federation.loop import run_rounds
+
+        named.setdefault("on_event", self.events.append)
+        return run_rounds(
+            self.algorithm,
+            transport or self.transport(),
+            start_params(self.dtype),
+            self.settings,
+            self.training,
+            self.run_folder,
+            seed=self.seed,
+            **named,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.run_folder.read_jsonl("rounds.jsonl")
+
+
+def plain_training(
+    problem_of: Callable[[int], Regression], training: TrainingSettings, names: Iterable[str]
+) -> Params:
+    """The oracle of local training: one AdamW loop over all rounds, written without the library's loop."""
+    start = start_params(problem_of(1).dtype)
+    leaves = {name: torch.nn.Parameter(start[name].clone()) for name in sorted(names)}
+    optimizer = torch.optim.AdamW(leaves.values(), lr=training.local_lr, weight_decay=0.0)
+    done, total = 0, training.rounds * training.local_steps
+    for round in range(1, training.rounds + 1):
+        problem = problem_of(round)
+        for batch in problem.batches("train", training.local_steps):
+            optimizer.zero_grad()
+            problem.loss({**start, **leaves}, batch).backward()
+            torch.nn.utils.clip_grad_norm_(leaves.values(), training.clip)
+            rate = training.local_lr
+            if done < training.warmup_steps:
+                rate *= (done + 1) / training.warmup_steps
+            elif training.schedule == "cosine":
+                share = (done - training.warmup_steps) / (total - training.warmup_steps)
+                rate *= 0.5 * (1 + math.cos(math.pi * share))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            done += 1
+    return {**start, **{name: leaf.detach() for name, leaf in leaves.items()}}

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fednl.errors import SettingsError
+from fednl.federation import params as p
+
+NAMES = [
+    "layers.3.memory.write.weight",
+    "layers.3.memory.gate.bias",
+    "layers.12.memory.projection.q_down",
+    "layers.3.q_proj.lora_A",
+    "layers.3.q_proj.lora_B",
+    "head",
+]
+
+
+def test_group_of() -> None:
+    assert [p.group_of(name) for name in NAMES] == ["write", "gate", "projection", "lora", "lora", ""]
+    assert p.group_of("layers.3.memory.projection.q.lora_A") == "projection"
+    assert p.group_of("memory.weight") == ""
+
+
+@pytest.mark.parametrize(
+    ("shared", "numbers"),
+    [
+        ("memory", [0, 1]),
+        ("theta", [0, 1, 2]),
+        ("lora", [3, 4]),
+        ("all", [0, 1, 2, 3, 4, 5]),
+        (["write", "*.lora_B"], [0, 4]),
+        (["memory", "lora"], [0, 1, 3, 4]),
+        ("layers.12.*", [2]),
+        ("head", [5]),
+        ([], []),
+        ("nothing", []),
+    ],
+)
+def test_select(shared: str | list[str], numbers: list[int]) -> None:
+    assert p.select(NAMES, shared) == sorted(NAMES[number] for number in numbers)
+    assert p.select(reversed(NAMES), shared) == p.select(NAMES, shared)
+
+
+def test_a_part_of_shared_that_matches_nothing_is_refused_by_name() -> None:
+    p.check_shared(NAMES, "theta")
+    p.check_shared(NAMES, ["write", "lora"])
+    with pytest.raises(SettingsError, match=r'shared = "gates" matches none .*gate, lora, projection, write'):
+        p.check_shared(NAMES, ["write", "gates"])
+    with pytest.raises(SettingsError, match="lora"):
+        p.check_shared(NAMES[:2], "lora")
+
+
+def test_arithmetic_gives_new_tensors() -> None:
+    left = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[-12.0]])}
+    right = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[2.0]])}
+    assert p.equal(p.subtract(left, right), {"a": torch.tensor([2.0, 3.0]), "b": torch.tensor([[-14.0]])})
+    assert p.equal(p.add_scaled(left, right, -1.0), p.subtract(left, right))
+    assert p.norm(left) == 13.0
+    assert p.norm({}) == 0.0
+    assert p.max_abs(left) == 12.0
+    assert p.max_abs({"none": torch.empty(0)}) == 0.0
+    assert p.count(left) == 3
+    assert p.equal(p.zeros_like(left), p.subtract(left, left))
+    copied = p.copy(left)
+    copied["a"][0] = 99.0
+    assert left["a"][0] == 3.0
+    with pytest.raises(ValueError, match="different names"):
+        p.subtract(left, {"a": left["a"]})
+
+
+def test_equal_looks_at_names_dtypes_shapes_and_values() -> None:
+    one = {"a": torch.ones(2)}
+    assert p.equal(one, {"a": torch.ones(2)})
+    for other in (
+        {"b": torch.ones(2)},
+        {"a": torch.ones(2).double()},
+        {"a": torch.ones(1, 2)},
+        {"a": torch.zeros(2)},
+    ):
+        assert not p.equal(one, other)
+    assert not p.equal({"a": torch.tensor(float("nan"))}, {"a": torch.tensor(float("nan"))})
+
+
+def test_finite() -> None:
+    assert p.finite({"a": torch.ones(2), "step": torch.tensor(3)})
+    assert not p.finite({"a": torch.tensor([1.0, float("inf")])})
+
+
+def test_weighted_mean_by_hand() -> None:
+    mean = p.weighted_mean([({"a": torch.tensor([1.0])}, 1), ({"a": torch.tensor([5.0])}, 3)])
+    assert mean["a"].tolist() == [4.0]
+    assert mean["a"].dtype == torch.float32
+
+
+def test_personal_puts_private_rules_in() -> None:
+    state = {"private/b": torch.tensor(2.0), "optimizer/step": torch.tensor(9.0)}
+    own = p.personal({"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, state)
+    assert p.equal(own, {"a": torch.tensor(0.0), "b": torch.tensor(2.0)})

@@ -1,0 +1,70 @@
+"""Rules saved and loaded: bit-equal outputs, and no silent mismatch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from memory.models import tiny, tokens, with_memory
+from safetensors.torch import load_file, save_file
+
+from fednl.errors import BackboneError, CheckpointError, SettingsError
+from fednl.memory import MemoryCache, MemoryConfig, attach_memory, load_rules, rules, save_rules
+
+
+def test_round_trip_gives_bit_equal_outputs(tmp_path: Path) -> None:
+    model, ids = with_memory(), tokens(2, 30)
+    expected = model(ids, use_cache=False).logits
+    save_rules(model, tmp_path / "rules")
+    assert torch.equal(load_rules(tiny(), tmp_path / "rules")(ids, use_cache=False).logits, expected)
+
+
+def test_saved_rules_hold_no_state(tmp_path: Path) -> None:
+    model = with_memory()
+    model(tokens(1, 20), cache=MemoryCache(model))
+    save_rules(model, tmp_path)
+    assert set(load_file(tmp_path / "params.safetensors")) == set(rules(model))
+
+
+def test_another_backbone_is_refused_by_name(tmp_path: Path) -> None:
+    save_rules(with_memory("qwen2"), tmp_path)
+    with pytest.raises(BackboneError, match=r"trained on backbone 'Qwen2ForCausalLM'.*LlamaForCausalLM.*family"):
+        load_rules(tiny("llama"), tmp_path)
+    with pytest.raises(BackboneError, match="fingerprint"):
+        load_rules(tiny("qwen2", seed=3), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) -> None:
+    save_rules(with_memory(), tmp_path)
+    tensors = load_file(tmp_path / "params.safetensors")
+    name = "layers.1.memory.gate.weight"
+    if change == "missing":
+        del tensors[name]
+    elif change == "unknown":
+        tensors["layers.9.memory.gate.weight"] = tensors[name].clone()
+    else:
+        tensors[name] = tensors[name][:1].clone()
+    save_file(tensors, tmp_path / "params.safetensors")
+    model = attach_memory(tiny(), MemoryConfig(layers="all", window_tokens=8, sink_tokens=2))
+    before = {n: p.detach().clone() for n, p in rules(model).items()}
+    with pytest.raises(CheckpointError, match=r"layers\.(1|9)\.memory\.gate\.weight"):
+        load_rules(model, tmp_path)
+    assert all(torch.equal(before[n], p) for n, p in rules(model).items())
+
+
+def test_other_settings_formats_and_folders_are_refused(tmp_path: Path) -> None:
+    save_rules(with_memory(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"memory\.rank = 8.*has 4"):
+        load_rules(attach_memory(tiny(), MemoryConfig(layers="all", rank=4)), tmp_path)
+    with pytest.raises(SettingsError, match="No rules in"):
+        load_rules(tiny(), tmp_path / "elsewhere")
+    description = json.loads((tmp_path / "rules.json").read_text())
+    (tmp_path / "rules.json").write_text(json.dumps(description | {"format": 2}))
+    with pytest.raises(CheckpointError, match="format 2"):
+        load_rules(tiny(), tmp_path)
+    (tmp_path / "rules.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_rules(tiny(), tmp_path)

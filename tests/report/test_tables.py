@@ -1,0 +1,191 @@
+"""`python tests/report/test_tables.py` writes the golden file anew; read the change before keeping it."""
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic import CONFIG, make_run, round_row, rows_at
+
+from fednl.errors import SettingsError
+from fednl.evaluation.needles import result_rows
+from fednl.evaluation.outcomes import Outcome
+from fednl.report import report, terminal_table
+from fednl.runs import Run
+
+GOLDEN = Path(__file__).with_name("golden.md")
+
+
+def shown(rows: list[dict[str, object]], metric: str = "candidates", width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(terminal_table(rows, metric))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_finished_run_equals_the_golden_file(tmp_path: Path) -> None:
+    assert report([make_run(tmp_path / "a-run").path]) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_report_gives_every_number_its_context(tmp_path: Path) -> None:
+    text = report([make_run(tmp_path / "a-run").path])
+    for part in (
+        "federated rules minus window only: +41.0 pp, 95% interval [+27.0, +60.0], n = 30",
+        "70.0 [55.0, 85.0]",
+        "n = 10 questions per client, 30 in all (20 for local-only rules); chance 25%",
+        "write, gate, projection (80 parameters), used by: federated rules, events removed",
+        "1.707 MB",
+        "uuid empty (round 1)",
+        "date\\|name refused: non-finite (round 2)",
+        "Refused messages, federated rules: non-finite 1.",
+        "window of 64 tokens and 4 sinks",
+        "filler essays.txt (sha256 beef)",
+        "LlamaForCausalLM, 30 layers",
+        "not above chance",
+    ):
+        assert part in text
+    # The user's folders are nobody's business.
+    assert "/home" not in text
+    # Every line of a table has as many columns as its head, a client's name with a bar in it included.
+    lines = text.splitlines()
+    for before, line in pairwise(lines):
+        if before.startswith("|") and line.startswith("|"):
+            assert before.replace("\\|", "").count("|") == line.replace("\\|", "").count("|")
+
+
+def test_bytes_are_a_range_where_they_differ_and_absent_where_unknown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    run.append_jsonl("rounds.jsonl", round_row(3, uuid={"up_bytes": 2_000_000}))
+    assert "1.707 to 2.000 MB" in report([run.path])
+    for name in ("rounds.jsonl", "arms/local-only/rounds.jsonl"):
+        (run.path / name).write_text(json.dumps({"round": 1, "clients": [{"name": "uuid"}]}) + "\n")
+    text = report([run.path])
+    line = next(line for line in text.splitlines() if line.startswith("| federated rules  |"))
+    assert line.count(" - ") >= 4
+
+
+def test_an_unfinished_run_is_said_plainly(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "new")
+    run.write_json("config.json", CONFIG)
+    run.append_jsonl("rounds.jsonl", round_row(1) | {"updated": False, "reason": "quorum: 1 of 2 replies"})
+    text = report([run.path])
+    assert f"federated rules: 1 of 2 rounds are done; continue with `fednl train --resume {run.path}`" in text
+    assert f"Nothing is measured yet: run `fednl eval {run.path}`" in text
+    assert "environment.json is missing" in text
+    assert "left the model as it was, federated rules: quorum: 1 of 2 replies (round 1)" in text
+
+
+def test_a_run_that_holds_only_its_settings_is_no_crash(tmp_path: Path) -> None:
+    run = Run.at(tmp_path / "bare")
+    run.write_json("config.json", {})
+    text = report([run.path])
+    assert "not recorded" in text
+    assert "Nothing is measured yet" in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}'])
+def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path / "a-run")
+    (run.path / "results" / "broken.json").write_text(content)
+    (run.path / "environment.json").write_text(content)
+    (run.path / "arms" / "local-only" / "rounds.jsonl").write_text("{\n{}\n")
+    (run.path / "partition.json").write_text(content)
+    (run.path / "final" / "params.safetensors").write_bytes(b"no tensors")
+    text = report([run.path])
+    for name in ("broken.json", "environment.json", "rounds.jsonl line 1"):
+        assert name in text
+    assert "federated rules minus window only" in text
+
+
+def test_rows_that_lack_something_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    rows = [
+        {"method": "federated"},
+        3,
+        {"method": "a", "client": "b", "metric": "difference", "value": 1, "n": 1},
+    ]
+    run.write_json("results/needles.json", {"rows": rows})
+    run.write_json("results/other.json", {"rows": []})
+    text = report([run.path])
+    assert "results/needles.json holds no rows" in text
+    assert "results/other.json holds no rows" in text
+
+
+def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(SettingsError, match=str(path)):
+            report([path])
+
+
+def test_several_runs_are_compared_first(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second")
+    second.write_json("results/needles-640.json", {"rows": rows_at(640)})
+    text = report([first.path, second.path])
+    head = text[: text.index("# first")]
+    assert head.startswith("# 2 runs, macro averages")
+    assert head.count(" federated rules |") == 3
+    assert "640" in head
+    assert text.count("\n# ") == 2
+    assert "## needles-640, 640 tokens" in text
+    empty = Run.at(tmp_path / "empty")
+    empty.write_json("config.json", CONFIG)
+    assert "None of the runs is measured yet" in report([empty.path, empty.path])
+
+
+def test_lengths_in_one_file_get_a_section_each(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    run.write_json("results/needles.json", {"rows": rows_at(320) + rows_at(640)})
+    text = report([run.path])
+    assert "## needles, 320 tokens" in text
+    assert "## needles, 640 tokens" in text
+
+
+def test_a_leak_is_said_loudly(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    rows = rows_at(320)
+    for row in rows:
+        if row["method"] == "events-removed" and row["metric"] == "candidates":
+            row["low"] = 0.3
+    run.write_json("results/needles.json", {"rows": rows})
+    assert "above chance: the prompts give answers away" in report([run.path])
+
+
+def test_the_rows_of_the_evaluation_are_understood(tmp_path: Path) -> None:
+    def outcomes(hits: int) -> list[Outcome]:
+        return [Outcome("a", i, 0, 0 if i < hits else 1, i < hits, False, 1.0 + i, 0.0, 2) for i in range(20)]
+
+    golds = [outcomes(12), outcomes(12)]
+    rows = result_rows({"federated": golds[0], "window-only": golds[1]}, seed=0, tokens=9, resamples=200)
+    run = make_run(tmp_path / "a-run")
+    run.write_json("results/needles.json", {"rows": rows})
+    assert "federated rules minus window only: +0.0 pp" in report([run.path])
+    assert "no clear difference" in report([run.path])
+
+
+def test_the_terminal_table_fits_a_terminal() -> None:
+    text = shown(rows_at(320))
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("passkey", "macro", "70.0", "55-85", "chance 25%", "attention", "95% interval"):
+        assert part in text
+    assert "…" not in text
+    assert "1.60" in shown(rows_at(320), "nats_per_token")
+    assert "macro" in shown([])
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a-run").path
+    code = (
+        "import sys; from pathlib import Path; from fednl.report import report; report([Path(sys.argv[1])]);"
+        "assert not {'torch', 'transformers', 'scipy', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        GOLDEN.write_text(report([make_run(Path(folder) / "a-run").path]), encoding="utf-8")

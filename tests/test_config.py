@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fednl.config import Config, load_config
+from fednl.errors import SettingsError
+from fednl.federation.algorithms import ALGORITHMS
+from fednl.memory.settings import MemoryConfig
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted((ROOT / "configs").rglob("*.toml"))
+
+
+@pytest.fixture
+def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def _write(text: str, encoding: str = "utf-8") -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_bytes(text.encode(encoding))
+        return path
+
+    return _write
+
+
+def refusal(path: Path | str, *overrides: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_config_parses(path: Path) -> None:
+    config = load_config(path)
+    assert Config.from_dict(json.loads(config.to_json())) == config
+
+
+def test_some_configs_are_shipped() -> None:
+    assert {"demo.toml", "needles.toml"} <= {path.name for path in SHIPPED}
+
+
+def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(write(""))
+    assert config == Config()
+    assert (config.memory.window_tokens, config.memory.layers, config.memory.rank) == (64, "last:15", 8)
+    assert (config.training.rounds, config.training.local_lr, config.run.seed) == (4, 3e-3, 0)
+    assert (config.federation.algorithm, config.federation.shared) == ("fedavg", "theta")
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
+    first = load_config(
+        write(f'[federation]\nalgorithm = "{algorithm}"\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n')
+    )
+    again = tmp_path / "again.toml"
+    again.write_text(first.to_toml(), encoding="utf-8")
+    second = load_config(again)
+    assert second.to_dict() == first.to_dict()
+    assert second.hash == first.hash
+    assert second.to_toml() == first.to_toml()
+
+
+def test_lists_keep_their_order(write) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(write('[data]\nhold-out-clients = ["uuid-code", "passkey"]\n'))
+    assert list(config.data.hold_out_clients) == ["uuid-code", "passkey"]
+    assert Config.from_dict(config.to_dict()) == config
+
+
+def test_the_hash_knows_every_setting_but_the_folder(write) -> None:  # type: ignore[no-untyped-def]
+    path = write("")
+    base = load_config(path).hash
+    assert load_config(path, ["run.out=elsewhere"]).hash == base
+    for change in ("run.seed=1", "training.rounds=5", "memory.mixing=convex", "data.tokens=321"):
+        assert load_config(path, [change]).hash != base
+    assert load_config(write("[training]\nrounds = 4\n")).hash == base
+
+
+def test_a_bom_is_no_part_of_the_settings(write) -> None:  # type: ignore[no-untyped-def]
+    assert load_config(write("[run]\nseed = 3\n", "utf-8-sig")).run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("training.rounds=2", "training", "rounds", 2),
+        ("training.local-lr=1e-2", "training", "local_lr", 0.01),
+        ("memory.mixing=convex", "memory", "mixing", "convex"),
+        ('memory.mixing="convex"', "memory", "mixing", "convex"),
+        ("data.filler=my text.txt", "data", "filler", "my text.txt"),
+        (" run.seed = 7 ", "run", "seed", 7),
+    ],
+)
+def test_overrides_win(write, override: str, section: str, key: str, value: object) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(write("[training]\nrounds = 9\n[run]\nseed = 1\n"), [override])
+    assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[memory]\nwindow_tokens = 3\n", ['"window_tokens"', "[memory]", 'did you mean "window-tokens"?']),
+        ("[trainig]\nrounds = 3\n", ["[trainig]", 'did you mean "training"?']),
+        ("[federation]\nrounds = 3\n", ["[federation]", "it belongs in [training]"]),
+        ("rounds = 3\n", ['"rounds"', "above every section", "[training]"]),
+        ("training = 3\n", ["[training]", "section"]),
+        ('[memory]\nmixing = "convx"\n', ["mixing", '"convx"', 'did you mean "convex"?']),
+        ('[training]\nrounds = "4"\n', ["rounds", '"4"', "integer"]),
+        ("[training]\nrounds = 4.0\n", ["rounds", "4.0", "integer"]),
+        ("[training]\nrounds = 0\n", ["rounds = 0", "greater than or equal to 1"]),
+        ("[training]\nlocal-lr = nan\n", ["local-lr = nan", "finite"]),
+        ("[run]\nseed = 2026-01-01\n", ["seed", "2026-01-01", "integer"]),
+        ("[run]\nseed = -1\n", ["seed = -1"]),
+        ('[memory]\nlayers = "last:0"\n', ["layers", '"last:0"', '"last:n"']),
+        ('[federation]\nalgorithm = "fedav"\n', ["algorithm", '"fedav"', 'did you mean "fedavg"?']),
+        ("[fedavgm]\nmomentum = 0.5\n", ["[fedavgm]", 'algorithm = "fedavgm"']),
+        ('[federation]\nalgorithm = "fedavgm"\n[fedavgm]\nmomentm = 0.5\n', ['did you mean "momentum"?']),
+        (
+            '[federation]\nalgorithm = "fedavgm"\n[fedavgm]\nmomentum = 2.0\n',
+            ["momentum = 2.0", "less than 1"],
+        ),
+        ("[run\n", ["not valid TOML", "line 1"]),
+        ("[run]\nseed = 1\nseed = 2\n", ["not valid TOML"]),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_sentence(write, text: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    path = write(text)
+    message = refusal(path)
+    assert message.startswith(str(path))
+    for word in words:
+        assert word in message, message
+
+
+def test_an_override_is_blamed_for_its_own_faults(write) -> None:  # type: ignore[no-untyped-def]
+    path = write("")
+    assert refusal(path, "training.rounds=four").startswith("--set: [training] rounds")
+    assert refusal(path, "training.round=4").startswith("--set: unknown key")
+    for wrong in ("rounds=4", "training.rounds", "training.=4", ".rounds=4", ""):
+        assert "section.key=value" in refusal(path, wrong)
+    assert refusal(path, "run.seed=1\nx = 2").startswith("--set: [run] seed")
+
+
+def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text("")
+    assert f"did you mean {tmp_path / 'demo.toml'}?" in refusal(tmp_path / "dmo.toml")
+    assert "no settings file" in refusal(tmp_path / "nowhere" / "x.toml")
+    assert "cannot read" in refusal(tmp_path)
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe[\x00")
+    assert "UTF-8" in refusal(tmp_path / "x.toml")
+
+
+def test_a_run_can_be_asked_again_under_other_settings() -> None:
+    longer = Config().with_overrides(["data.tokens=640", "evaluation.batch=2"])
+    assert (longer.data.tokens, longer.evaluation.batch) == (640, 2)
+    assert longer.training == Config().training
+    with pytest.raises(SettingsError, match=r"^--set: unknown key"):
+        Config().with_overrides(["data.token=640"])
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Config().training.rounds = 5  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        Config().run = Config().run  # type: ignore[misc]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=6), st.recursive(st.none() | st.integers() | st.text(max_size=4), st.lists)
+    )
+)
+def test_no_table_at_all_raises_anything_else(table: dict[str, object]) -> None:
+    if set(table) & set(Config.model_fields):
+        return
+    if table:
+        with pytest.raises(SettingsError):
+            Config.from_dict(table)
+
+
+@pytest.mark.parametrize(
+    ("layers", "total", "numbers"),
+    [
+        ("all", 3, [0, 1, 2]),
+        ("none", 3, []),
+        ("last:2", 5, [3, 4]),
+        ("last:5", 5, [0, 1, 2, 3, 4]),
+        ("every:2", 6, [1, 3, 5]),
+        ("every:3", 7, [2, 5]),
+        ("every:1", 2, [0, 1]),
+    ],
+)
+def test_layers_are_counted_from_zero(layers: str, total: int, numbers: list[int]) -> None:
+    assert MemoryConfig(layers=layers).layer_numbers(total) == numbers
+
+
+def test_more_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r'layers = "last:31".* 30 layers'):
+        MemoryConfig(layers="last:31").layer_numbers(30)
