@@ -42,7 +42,7 @@ lint: $(STAMP) ## ruff, strict mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -172,17 +172,16 @@ def test_settings_cannot_be_changed() -> None:
         Config().run = Config().run  # type: ignore[misc]
 
 
+@settings(max_examples=50)
 @given(
     st.dictionaries(
-        st.text(max_size=6), st.recursive(st.none() | st.integers() | st.text(max_size=4), st.lists)
+        st.text(max_size=6), st.none() | st.integers() | st.text() | st.just({"a": 1}), min_size=1
     )
 )
-def test_no_table_at_all_raises_anything_else(table: dict[str, object]) -> None:
-    if set(table) & set(Config.model_fields):
-        return
-    if table:
-        with pytest.raises(SettingsError):
-            Config.from_dict(table)
+def test_a_table_of_anything_is_refused_and_nothing_else(table: dict[str, object]) -> None:
+    assume(not set(table) & set(Config.model_fields))
+    with pytest.raises(SettingsError):
+        Config.from_dict(table)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fednl.runs
@@ -99,6 +99,7 @@ def test_names_stay_inside(run: Run) -> None:
     assert run.folder("a/b").is_dir()
 
 
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=3), st.integers()), max_size=5), cut=st.integers(0, 200)
 )

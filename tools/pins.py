@@ -29,7 +29,9 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
             continue
         seen.add(key)
         found = importlib.metadata.distribution(name)
-        pins[key[0]] = Version(found.version).public  # a local suffix such as +cpu names one build, not a version
+        pins[key[0]] = Version(
+            found.version
+        ).public  # a local suffix such as +cpu names one build, not a version
         for text in found.requires or ():
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": extra}):
@@ -39,4 +41,6 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(HEAD + "\n".join(f"{name}=={version}" for name, version in sorted(closure("fednl", ("dev",)).items())))
+    print(
+        HEAD + "\n".join(f"{name}=={version}" for name, version in sorted(closure("fednl", ("dev",)).items()))
+    )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fednl.memory import rules as rules
     from fednl.memory import save_rules as save_rules
     from fednl.runs import Run as Run
-    from fednl.training import load as load
+    from fednl.models.loading import load as load
     from fednl.training import train as train
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _FILE_OF = {
     "delta_rule": "memory",
     "delta_rule_reference": "memory",
     "detach_memory": "memory",
-    "load": "training",
+    "load": "models.loading",
     "load_config": "config",
     "load_rules": "memory",
     "rules": "memory",

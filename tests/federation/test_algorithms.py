@@ -40,10 +40,11 @@ def test_one_client_equals_local_training_to_the_bit(kind: str, dtype: torch.dty
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if ALGORITHMS[k].traits.order_free])
 def test_neither_the_order_of_clients_nor_of_replies_changes_a_bit(kind: str, tmp_path: Path) -> None:
-    toy = bench(tmp_path / "a", kind)
+    # In float64, where no rounding to float32 hides a difference in the last bit.
+    toy = bench(tmp_path / "a", kind, dtype=torch.float64)
     transport = toy.transport()
     params = toy.run(transport)
-    turned = bench(tmp_path / "b", kind, sizes=dict(reversed(toy.sizes.items())))
+    turned = bench(tmp_path / "b", kind, dtype=torch.float64, sizes=dict(reversed(toy.sizes.items())))
     other = turned.transport(lambda replies: [replies[number] for number in (2, 0, 3, 1)])
     assert equal(turned.run(other), params)
     for client, state in transport.states().items():
@@ -158,7 +159,7 @@ def test_fedadam_by_hand() -> None:
 
 
 def test_fedadam_with_a_large_tau_is_a_damped_fedavg() -> None:
-    # With no decay of the first moment and tau far above sqrt(v), the step is server_lr / tau times the change.
+    # Without decay of the first moment and with tau far above any change, the step is a part of the change.
     algorithm = FedAdam(FedAdamSettings(server_lr=1e6, betas=(0.0, 0.99), tau=1e6), "all")
     mean = {"w": torch.tensor([1.5])}
     new, _ = algorithm.server_step({"w": torch.tensor([1.0])}, Message(mean, num_examples=1), {})

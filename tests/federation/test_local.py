@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -71,7 +72,7 @@ def test_the_schedule_runs_over_the_whole_run() -> None:
     rates = [learning_rate(replace(plan, round=round), step) for round in range(1, 5) for step in range(5)]
     assert rates[:4] == [0.2, 0.4, pytest.approx(0.6), 0.8]
     assert rates[4] == 0.8
-    assert all(later < earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert rates[12] == pytest.approx(0.4)
     assert 0 < rates[-1] < 0.01
     assert learning_rate(replace(plan, round=9), 4) == 0.0
@@ -171,8 +172,8 @@ class LeaksExtra(FedAvg):
 
 @pytest.mark.parametrize("kind", [Leaks, LeaksExtra])
 def test_an_algorithm_that_would_send_private_rules_is_stopped_at_the_client(kind: type[FedAvg]) -> None:
+    plan = LocalPlan(round=1, steps=1, lr=0.1)
     with pytest.raises(MessageError, match="1 tensors that") as caught:
-        plan = LocalPlan(round=1, steps=1, lr=0.1)
         train_locally(kind(shared="memory"), Regression("ada", 6), sent(MEMORY), private_start(), plan)
     assert caught.value.code == "unknown-name"
 

@@ -18,7 +18,6 @@ def judge(message: Message, **named: Any) -> str:
     try:
         check_update(message, EXPECTED, 2, "ada", run="r", **named)
     except MessageError as error:
-        assert error.code in CODES
         return error.code
     return "ok"
 
@@ -58,6 +57,7 @@ def test_good_updates_pass() -> None:
     ],
 )
 def test_bad_updates_are_refused_by_code(change: dict[str, Any], code: str) -> None:
+    assert code in CODES
     assert judge(replace(GOOD, **change)) == code
 
 

@@ -18,7 +18,8 @@ def test_settings_and_packaged_names_need_no_torch() -> None:
 
 def test_defaults() -> None:
     assert BackboneSettings().model_dump() == {"id": "smollm2-135m", "device": "auto", "dtype": "float32"}
-    assert LoraSettings().model_dump() == {"rank": 0, "alpha": None, "targets": "all-linear"}
+    lora = LoraSettings()
+    assert (lora.rank, lora.alpha, lora.targets, lora.local_lr) == (0, None, "all-linear", None)
     assert LoraSettings(rank=8).scale_alpha == 16.0
     assert LoraSettings(rank=8, alpha=8.0).scale_alpha == 8.0
     assert LoraSettings(targets="q_proj, v_proj").targets == "q_proj,v_proj"
@@ -37,6 +38,7 @@ def test_defaults() -> None:
         (LoraSettings, {"rank": 8.0}),
         (LoraSettings, {"rank": 8, "alpha": 0.0}),
         (LoraSettings, {"rank": 8, "alpha": float("nan")}),
+        (LoraSettings, {"rank": 8, "local_lr": 0.0}),
         (LoraSettings, {"targets": ""}),
         (LoraSettings, {"targets": "q_proj,"}),
         (LoraSettings, {"targets": "q_proj,q_proj"}),

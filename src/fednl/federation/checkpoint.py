@@ -166,9 +166,18 @@ def _fill(
     for name, tensors in files.items():
         content = pack(tensors)
         hashes[f"{name}.safetensors"] = hashlib.sha256(content).hexdigest()
-        write_atomic(folder / f"{name}.safetensors", content)
+        _write_through(folder / f"{name}.safetensors", content)
     facts = {"format": FORMAT, "round": n, "files": hashes, "clients": clients, "state": dict(state)}
-    write_atomic(folder / "state.json", json.dumps(facts, indent=1, allow_nan=False).encode("utf-8"))
+    _write_through(folder / "state.json", json.dumps(facts, indent=1, allow_nan=False).encode("utf-8"))
+    sync_folder(folder)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Writes a file down to the disk; the folder it is in becomes visible as a whole, later."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read(folder: Path, number: int, skipped: tuple[str, ...]) -> Checkpoint:

@@ -43,7 +43,7 @@ class InlinePool:
         on_progress: Callable[[Job, dict[str, Any]], None] | None = None,
         deadline_s: float | None = None,
     ) -> Iterator[Result]:
-        """Does the jobs in their order; after the deadline none is begun, and one at work then ends unheard."""
+        """Does the jobs in their order; after the deadline none is begun, one at work then ends unheard."""
         end_s = None if deadline_s is None else time.monotonic() + deadline_s
         for job in jobs:
             if end_s is not None and time.monotonic() > end_s:

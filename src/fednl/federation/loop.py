@@ -169,16 +169,16 @@ def _check_start(
     clients = transport.clients()
     if algorithm.traits.shares:
         check_shared(params, algorithm.lets_out)
-    for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
-        if number > len(clients):
-            raise SettingsError(
-                f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it."
-            )
     examples = transport.examples()
     if not clients or (len(examples) == len(clients) and not any(examples.values())):
         raise DataError(
             f"None of the {len(clients)} clients has a training example: check [data] and its files."
         )
+    for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
+        if number > len(clients):
+            raise SettingsError(
+                f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it."
+            )
     return tuple(algorithm.shared(params))
 
 

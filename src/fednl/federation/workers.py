@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
-from fednl.federation.inline import Pool
-from fednl.federation.pool import Job
+from fednl.federation.inline import InlinePool, Pool
+from fednl.federation.pool import Job, Result, WorkerPool
 from fednl.federation.transport import Endpoint, OnClient, Reply, SimulatedTransport, call_endpoint
 
 __all__ = ["InlinePool", "Job", "Pool", "ProcessTransport", "Result", "WorkerPool", "serve", "train_handler"]
@@ -42,7 +42,7 @@ class ProcessTransport(SimulatedTransport):
             on_progress: is told (client, facts) while clients work.
         """
         jobs = [
-            Job("train", {"client": client}, (payload, state))
+            Job("train", {**self._facts, "client": client}, (payload, state))
             for client, payload, state in self._take_asked()
         ]
 

@@ -116,10 +116,7 @@ def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """
     tensors, description = read_rules(folder)
     check_backbone(model, description, folder)
-    try:
-        config = MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
-    except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"The memory settings in {folder}/{DESCRIPTION} are not readable; save again.") from error
+    config = memory_settings(description, folder)
     if not is_attached(model):
         attach_memory(model, config)
     here = attachment(model).config
@@ -131,6 +128,18 @@ def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
             )
     assign(rules(model), tensors, str(folder))
     return model
+
+
+def memory_settings(description: Mapping[str, Any], source: str | Path) -> MemoryConfig:
+    """The memory settings that a description holds.
+
+    Raises:
+        CheckpointError: they are missing or not readable.
+    """
+    try:
+        return MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"The memory settings in {source}/{DESCRIPTION} are not readable; save again.") from error
 
 
 def assign(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:

@@ -1,0 +1,69 @@
+"""From a run's folder, or a folder of rules, to a model that remembers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from fednl.errors import CheckpointError, SettingsError
+from fednl.memory.rules_file import DESCRIPTION, assign, check_backbone, memory_settings, read_rules
+from fednl.models.adapters import Adapter, LoraAdapter, MemoryAdapter
+from fednl.models.backbone import load_backbone
+from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.runs import Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(
+    path: str | Path, *, backbone: BackboneSettings | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads the backbone and puts trained rules onto it, ready for `model.generate()`.
+
+    Args:
+        path: a run's folder (its `final/` rules are taken), or a folder of rules such as a run's `best/` or
+            what `fednl.save_rules` wrote.
+        backbone: which backbone, where and in which precision; None is the run's own, or the one that the
+            rules name.
+
+    Returns:
+        The model, in evaluation mode with its memory attached, and the tokenizer.
+
+    Raises:
+        SettingsError: the folder is neither a run nor rules, or the backbone is not there.
+        BackboneError: the rules belong to another backbone.
+        CheckpointError: the rules are damaged or do not fit.
+
+    Example:
+        `model, tokenizer = fednl.load("runs/demo")`
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SettingsError(f"there is no folder {path}: name a run's folder, or a folder of saved rules.")
+    folder = path
+    settings: dict[str, Any] = {}
+    run = next((parent for parent in (path, path.parent) if (parent / "config.json").is_file()), None)
+    if run is not None:
+        settings = Run.open(run).read_json("config.json")["backbone"]
+        folder = path / "final" if run == path else path
+    tensors, description = read_rules(folder)
+    chosen = backbone or BackboneSettings(**{"id": description["backbone"]["name"], **settings})
+    loaded = load_backbone(chosen)
+    check_backbone(loaded.model, description, folder)
+    adapters: list[Adapter] = [MemoryAdapter()]
+    adapters[0].attach(loaded.model, memory_settings(description, folder), 0)
+    if "lora" in description:
+        adapters.append(LoraAdapter())
+        adapters[1].attach(loaded.model, _lora_settings(description, folder), 0)
+    assign({n: p for adapter in adapters for n, p in adapter.parameters().items()}, tensors, str(folder))
+    return loaded.model.eval(), loaded.tokenizer
+
+
+def _lora_settings(description: dict[str, Any], folder: Path) -> LoraSettings:
+    try:
+        return LoraSettings.model_validate(description["lora"])
+    except ValidationError as error:
+        raise CheckpointError(f"The LoRA settings in {folder}/{DESCRIPTION} are not readable.") from error

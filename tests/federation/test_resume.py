@@ -1,0 +1,235 @@
+"""A run that was killed and resumed ends with the bits of the one that was not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation_toys import SIZES, Bench, start_params
+
+from fednl.errors import CheckpointError
+from fednl.federation import checkpoint as checkpoint_module
+from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.params import ClientState, Params, equal
+from fednl.federation.settings import FederationSettings, TrainingSettings
+
+ROUNDS = 4
+TRAINING = TrainingSettings(
+    rounds=ROUNDS, local_steps=2, batch=3, schedule="cosine", warmup_steps=2, optimizer_state="keep"
+)
+SETTINGS = FederationSettings(clients_per_round=3, quorum=2)
+
+
+class Crash(BaseException):
+    """The process is killed: nothing after this line runs."""
+
+
+def bench(path: Path, kind: str = "fedavgm", shared: str = "memory") -> Bench:
+    return Bench(path, algorithm=ALGORITHMS[kind](shared=shared), settings=SETTINGS, training=TRAINING)
+
+
+def score(round: int, params: Params) -> dict[str, float]:
+    return {"loss": [0.4, 0.3, 0.7, 0.5][round - 1]}
+
+
+def outcome(toy: Bench, transport: Any, params: Params) -> tuple[Params, ClientState, bytes, list[Any]]:
+    """All that must be the same: rules, every private tensor, server state, and the rows but for seconds."""
+    states = {f"{client}/{n}": t for client, state in transport.states().items() for n, t in state.items()}
+    newest = checkpoint_module.load_newest(toy.path / "checkpoints")
+    assert newest is not None
+    server = {f"server/{name}": tensor for name, tensor in newest.server_state.items()}
+    rows = toy.rows()
+    for row in rows:
+        del row["seconds_s"]
+        for client in row["clients"]:
+            for name in ("seconds_s", "up_bytes"):
+                client.pop(name, None)
+    return params, {**states, **server}, (toy.path / "best" / "params.safetensors").read_bytes(), rows
+
+
+def same(left: Any, right: Any) -> bool:
+    return equal(left[0], right[0]) and equal(left[1], right[1]) and left[2:] == right[2:]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    toy = bench(tmp_path_factory.mktemp("whole") / "run")
+    transport = toy.transport()
+    return outcome(toy, transport, toy.run(transport, validate_round=score))
+
+
+def resumed(toy: Bench) -> Any:
+    transport = toy.transport()
+    return outcome(toy, transport, toy.run(transport, validate_round=score))
+
+
+def test_the_case_is_not_trivial(uninterrupted: Any) -> None:
+    params, tensors, _, rows = uninterrupted
+    assert not equal(params, start_params())
+    assert [name for name in tensors if "/optimizer/exp_avg/" in name]
+    assert [name for name in tensors if "/private/" in name]
+    assert [name for name in tensors if name.startswith("server/momentum/")]
+    assert len({tuple(client["name"] for client in row["clients"]) for row in rows}) > 1
+
+
+@pytest.mark.parametrize("after", range(ROUNDS + 1))
+def test_stopped_after_any_round(tmp_path: Path, uninterrupted: Any, after: int) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(validate_round=score, stop_after=after)
+    assert len(toy.rows()) == after
+    assert same(resumed(toy), uninterrupted)
+
+
+@pytest.mark.parametrize("round", range(1, ROUNDS + 1))
+@pytest.mark.parametrize("kind", ["round-start", "step", "client-done", "round-end"])
+def test_killed_anywhere_in_any_round(tmp_path: Path, uninterrupted: Any, round: int, kind: str) -> None:
+    toy = bench(tmp_path / "run")
+
+    def kill(event: Any) -> None:
+        if (event["event"], event["round"]) == (kind, round):
+            raise Crash
+
+    with pytest.raises(Crash):
+        toy.run(validate_round=score, on_event=kill)
+    assert same(resumed(toy), uninterrupted)
+
+
+@pytest.mark.parametrize("victim", ["params", "client-ada", "state.json", "rename", "row", "best"])
+@pytest.mark.parametrize("round", [1, 2])
+def test_killed_while_a_round_is_written(
+    tmp_path: Path, uninterrupted: Any, monkeypatch: Any, victim: str, round: int
+) -> None:
+    toy = bench(tmp_path / "run")
+    folder = toy.path / "checkpoints" / f".round-{round}.tmp"
+    real_write, real_replace = checkpoint_module._write_through, os.replace
+
+    def torn(path: Path, content: bytes) -> None:
+        if path.parent == folder and path.name.startswith(victim):
+            path.write_bytes(content[: len(content) // 2])
+            raise Crash
+        real_write(path, content)
+
+    def replace(source: Any, target: Any) -> None:
+        hit = {"rename": Path(target).name == f"round-{round}", "best": Path(target).parent.name == "best"}
+        if hit.get(victim, False):
+            raise Crash
+        real_replace(source, target)
+
+    def append(self: Any, name: str, row: Any) -> None:
+        with open(self.path / name, "a") as file:
+            file.write('{"round": ')
+        raise Crash
+
+    if round == 2:
+        toy.run(validate_round=score, stop_after=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "_write_through", torn)
+        patch.setattr(os, "replace", replace)
+        if victim == "row":
+            patch.setattr(type(toy.run_folder), "append_jsonl", append)
+        with pytest.raises(Crash):
+            toy.run(validate_round=score)
+    assert same(resumed(toy), uninterrupted)
+
+
+def test_a_damaged_newest_checkpoint_costs_a_round_and_no_bits(tmp_path: Path, uninterrupted: Any) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(validate_round=score, stop_after=3)
+    path = toy.path / "checkpoints" / "round-3" / "params.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    toy.events.clear()
+    assert same(resumed(toy), uninterrupted)
+    assert "round-3" in toy.events[0]["text"]
+    assert [event["round"] for event in toy.events if event["event"] == "round-start"] == [3, 4]
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run")
+    params = toy.run()
+    toy.events.clear()
+    assert equal(toy.run(), params)
+    assert toy.events == []
+
+
+@pytest.mark.parametrize("kind", sorted(ALGORITHMS))
+def test_every_algorithm_resumes(tmp_path: Path, kind: str) -> None:
+    whole, parts = bench(tmp_path / "a", kind), bench(tmp_path / "b", kind)
+    first, second = whole.transport(), parts.transport()
+    expected = whole.run(first)
+    for after in (1, 2):
+        parts.run(stop_after=after)
+    assert equal(parts.run(second), expected)
+    for client in SIZES:
+        assert equal(first.states()[client], second.states()[client])
+
+
+def change_seed(toy: Bench) -> None:
+    toy.seed = 99
+
+
+def change_shared(toy: Bench) -> None:
+    toy.algorithm = type(toy.algorithm)(shared="theta")
+
+
+def change_algorithm(toy: Bench) -> None:
+    toy.algorithm = ALGORITHMS["fedavg"](shared="memory")
+
+
+def change_rate(toy: Bench) -> None:
+    toy.training = toy.training.model_copy(update={"local_lr": 0.5})
+
+
+def change_clients(toy: Bench) -> None:
+    toy.sizes = {**SIZES, "eve": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (change_seed, "seed"),
+        (change_shared, "shared"),
+        (change_algorithm, "algorithm"),
+        (change_rate, "training"),
+        (change_clients, "clients"),
+    ],
+)
+def test_other_settings_do_not_go_on_from_these_checkpoints(tmp_path: Path, change: Any, key: str) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(stop_after=1)
+    change(toy)
+    with pytest.raises(CheckpointError, match=f"have {key} = "):
+        toy.run()
+
+
+def test_other_rules_do_not_go_on_from_these_checkpoints(tmp_path: Path) -> None:
+    import torch
+
+    toy = bench(tmp_path / "run")
+    toy.run(stop_after=1)
+    toy.dtype = torch.float64
+    with pytest.raises(CheckpointError, match="other rules"):
+        toy.run()
+
+
+def test_a_run_folder_may_move(tmp_path: Path, uninterrupted: Any) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(validate_round=score, stop_after=2)
+    shutil.move(toy.path, tmp_path / "moved")
+    toy.path = tmp_path / "moved"
+    # The bytes of the messages differ by the name, the rules do not.
+    got = resumed(toy)
+    assert equal(got[0], uninterrupted[0])
+    assert equal(got[1], uninterrupted[1])
+
+
+def test_more_rounds_go_on_where_the_schedule_is_constant(tmp_path: Path) -> None:
+    constant = TRAINING.model_copy(update={"schedule": "constant"})
+    whole, parts = bench(tmp_path / "a"), bench(tmp_path / "b")
+    whole.training, parts.training = constant, constant.model_copy(update={"rounds": 2})
+    expected = whole.run()
+    parts.run()
+    parts.training = constant
+    assert equal(parts.run(), expected)

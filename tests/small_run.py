@@ -1,0 +1,46 @@
+"""A whole run in seconds: a random byte-level backbone in a folder, and settings that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from fednl.config import Config
+
+
+def tiny_backbone(folder: Path, seed: int = 0) -> Path:
+    """A random two-layer Llama over bytes, with its tokenizer, as `save_pretrained` writes them."""
+    torch.manual_seed(seed)
+    tokenizer = ByT5Tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(backbone: Path, **sections: dict[str, Any]) -> Config:
+    """Settings of a run that takes seconds; `sections` replaces keys, by section and kebab-case key."""
+    table: dict[str, dict[str, Any]] = {
+        "backbone": {"id": str(backbone)},
+        "data": {"tokens": 560, "clients": 3, "train": 6, "validation": 2, "test": 4, "filler": "generated"},
+        "memory": {"layers": "last:1", "rank": 2, "window-tokens": 130, "sink-tokens": 2},
+        "training": {"rounds": 3, "local-steps": 2, "batch": 2, "local-lr": 1e-2},
+        "evaluation": {"arms": ["window-only", "federated"], "batch": 4},
+    }
+    for name, keys in sections.items():
+        table.setdefault(name, {}).update(keys)
+    return Config.from_dict(table)

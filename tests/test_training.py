@@ -1,0 +1,233 @@
+"""The main job, whole: what it leaves behind, how it resumes, and that nothing depends on how it was run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import settings, tiny_backbone
+
+import fednl
+from fednl.client import Bench, ClientProblem
+from fednl.errors import CheckpointError, Interrupted, SettingsError
+from fednl.evaluation.settings import ARMS
+from fednl.federation.wire import unpack
+from fednl.memory import MemoryCache
+from fednl.training import evaluate, partition_rows, resume, train
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+def final(path: Path, folder: str = "") -> dict[str, torch.Tensor]:
+    return load_file(path / folder / "final" / "params.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_with_every_arm_leaves_what_the_design_says(backbone: Path, tmp_path: Path) -> None:
+    config = settings(backbone, evaluation={"arms": list(ARMS)}, lora={"local-lr": 1e-3})
+    events: list[Any] = []
+    run = train(config, tmp_path / "run", events.append)
+    rows = run.read_json("results/needles.json")["rows"]
+    macro = {row["method"]: row for row in rows if row["client"] == "macro" and row["metric"] == "candidates"}
+    assert set(macro) == set(ARMS)
+    assert all(row["n"] == 12 and row["low"] <= row["value"] <= row["high"] for row in macro.values())
+    assert macro["federated"]["shared"] == ["write", "gate", "projection"]
+    assert macro["federated-lora"]["shared"] == ["lora"]
+    assert "shared" not in macro["local-only"] and "shared" not in macro["window-only"]
+    assert any(row["metric"] == "aggregation_drop_pp" for row in rows)
+    assert [row["round"] for row in run.read_jsonl("rounds.jsonl")] == [1, 2, 3]
+    for client in run.read_jsonl("rounds.jsonl")[0]["clients"]:
+        assert client["num_examples"] == 6 and client["steps"] == 2
+        assert client["up_bytes"] > 4 * sum(t.numel() for t in final(run.path).values())
+    assert {event["event"] for event in events} >= {
+        "phase",
+        "round-start",
+        "step",
+        "client-done",
+        "round-end",
+    }
+    model, tokenizer = fednl.load(run.path)
+    assert same({n: p.detach() for n, p in fednl.rules(model).items()}, final(run.path))
+    assert tokenizer.pad_token_id is not None
+    assert "workers.json" not in {path.name for path in run.path.iterdir()}
+
+
+def test_results_do_not_depend_on_the_number_of_processes_and_a_seed_repeats(
+    backbone: Path, tmp_path: Path
+) -> None:
+    runs = [
+        train(settings(backbone, federation={"parallel-clients": workers}), tmp_path / f"{i}").path
+        for i, workers in enumerate((1, 1, 2))
+    ]
+    assert same(final(runs[0]), final(runs[1])) and same(final(runs[0]), final(runs[2]))
+    outcomes = [(run / "results/needles.outcomes.jsonl").read_text() for run in runs]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    other = train(settings(backbone, run={"seed": 1}), tmp_path / "other").path
+    assert not same(final(runs[0]), final(other))
+
+
+@pytest.mark.parametrize("event", ["round-start", "client-done", "round-end"])
+@pytest.mark.parametrize("round", [1, 2, 3])
+def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
+    backbone: Path, tmp_path: Path, event: str, round: int
+) -> None:
+    config = settings(backbone)
+    whole = train(config, tmp_path / "whole").path
+
+    def stop(facts: Any) -> None:
+        if facts["event"] == event and facts.get("round") == round:
+            raise KeyboardInterrupt
+
+    with pytest.raises((Interrupted, KeyboardInterrupt)):
+        train(config, tmp_path / "stopped", stop)
+    resumed = resume(tmp_path / "stopped").path
+    assert same(final(whole), final(resumed))
+    assert (whole / "results/needles.json").read_text() == (resumed / "results/needles.json").read_text()
+    rows = [
+        [{k: v for k, v in row.items() if k in ("round", "metrics")} for row in run]
+        for run in map(rounds, (whole, resumed))
+    ]
+    assert rows[0] == rows[1]
+
+
+def rounds(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_measuring_resumes_arm_by_arm(backbone: Path, tmp_path: Path) -> None:
+    config = settings(backbone)
+    measured: list[str] = []
+
+    def stop_in(arm: str) -> Any:
+        def hook(facts: Any) -> None:
+            if str(facts.get("name", "")).startswith("measuring"):
+                measured.append(facts["arm"])
+                if facts["arm"] == arm:
+                    raise KeyboardInterrupt
+
+        return hook
+
+    with pytest.raises(Interrupted, match="resume"):
+        train(config, tmp_path / "run", stop_in("federated"))
+    resume(tmp_path / "run", stop_in(""))
+    assert measured == ["window-only", "federated", "federated"]
+
+
+def test_no_memory_state_and_no_name_outside_the_allow_list_is_in_any_message(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    from fednl.federation import transport
+
+    original = transport.call_endpoint
+
+    def spy(endpoint: Any, client: str, payload: bytes, state: bytes, on_progress: Any = None) -> Any:
+        reply = original(endpoint, client, payload, state, on_progress)
+        sent.extend([payload, reply[0]])
+        return reply
+
+    monkeypatch.setattr("fednl.client.call_endpoint", spy)
+    run = train(settings(backbone, federation={"shared": "memory"}), tmp_path / "run")
+    allowed = {f"params/layers.1.memory.{g}.{t}" for g in ("write", "gate") for t in ("weight", "bias")}
+    assert sent and all(set(unpack(buffer)[0]) == allowed for buffer in sent)
+    state_shape = (2, 4, 4)
+    for buffer in sent:
+        assert all(tuple(t.shape[-3:]) != state_shape for t in unpack(buffer)[0].values())
+    start = Bench(settings(backbone)).start("memory")
+    moved = {name for name, t in final(run.path).items() if not torch.equal(t, start[name])}
+    assert {f"params/{name}" for name in moved} == allowed, "what is private must not move on the server"
+
+
+def test_gradient_through_the_problem_equals_plain_autograd(backbone: Path) -> None:
+    bench = Bench(settings(backbone))
+    params = {name: t + 0.05 for name, t in bench.start("memory").items()}
+    problem = ClientProblem(bench, "passkey", round=1)
+    batch = next(problem.batches("train", 1))
+    leaves = {name: t.clone().requires_grad_() for name, t in params.items()}
+    loss = problem.loss(leaves, batch)
+    bridged = torch.autograd.grad(2 * loss, list(leaves.values()))
+    live = bench.put(params)
+    out = bench.model(
+        batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"], use_cache=False
+    )
+    torch.testing.assert_close(loss.detach(), out.loss.detach())
+    plain = torch.autograd.grad(2 * out.loss, [live[name] for name in leaves])
+    for name, a, b in zip(leaves, bridged, plain, strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_batches_depend_on_seed_client_round_and_purpose_only(backbone: Path) -> None:
+    bench = Bench(settings(backbone))
+
+    def ids(client: str, round: int, purpose: str) -> list[list[int]]:
+        return [
+            b["input_ids"].flatten().tolist() for b in ClientProblem(bench, client, round).batches(purpose, 2)
+        ]
+
+    assert ids("passkey", 1, "train") == ids("passkey", 1, "train")
+    assert ids("passkey", 1, "train") != ids("passkey", 2, "train")
+    assert ids("passkey", 1, "train") != ids("passkey", 1, "ala")
+
+
+def test_held_out_and_empty_clients(backbone: Path, tmp_path: Path) -> None:
+    run = train(settings(backbone, data={"hold-out-clients": ["uuid-code"]}), tmp_path / "held")
+    assert {c["name"] for c in rounds(run.path)[0]["clients"]} == {"passkey", "name-date"}
+    scored = {
+        r["client"] for r in run.read_json("results/needles.json")["rows"] if r["method"] == "federated"
+    }
+    assert scored == {"passkey", "uuid-code", "name-date", "macro"}
+    with pytest.raises(fednl.errors.DataError, match="None of the 3 clients has a training example"):
+        train(settings(backbone, data={"train": 0}), tmp_path / "empty")
+
+
+def test_evaluate_at_another_length_keeps_the_rules(backbone: Path, tmp_path: Path) -> None:
+    run = train(settings(backbone), tmp_path / "run")
+    before = final(run.path)
+    evaluate(run.path, overrides=["data.tokens=700"])
+    rows = run.read_json("results/needles-700.json")["rows"]
+    assert rows and all(row["tokens"] == 700 for row in rows)
+    assert same(before, final(run.path))
+    with pytest.raises(SettingsError, match=r"\[memory\] was fixed"):
+        evaluate(run.path, overrides=["memory.rank=3"])
+    with pytest.raises(SettingsError, match="no finished rules for local-only"):
+        evaluate(run.path, overrides=["evaluation.arms=['local-only']"])
+
+
+def test_start_rules_are_used_and_refused_where_they_do_not_fit(backbone: Path, tmp_path: Path) -> None:
+    run = train(settings(backbone), tmp_path / "run")
+    again = settings(backbone, memory={"start": str(run.path / "final")})
+    assert same(Bench(again).start("memory"), final(run.path))
+    with pytest.raises(CheckpointError, match=r"memory\.start: .*shape"):
+        Bench(settings(backbone, memory={"start": str(run.path / "final"), "rank": 3})).start("memory")
+    with pytest.raises(CheckpointError, match='"public": none are shipped'):
+        Bench(settings(backbone, memory={"start": "public"})).start("memory")
+    with pytest.raises(SettingsError, match="No rules in"):
+        train(settings(backbone, memory={"start": str(tmp_path / "nowhere")}), tmp_path / "bad")
+
+
+def test_partition_lists_everyone_without_text(backbone: Path) -> None:
+    rows = partition_rows(settings(backbone))
+    assert [(r["client"], r["split"], r["n"]) for r in rows[:3]] == [
+        ("passkey", "train", 6),
+        ("passkey", "validation", 2),
+        ("passkey", "test", 4),
+    ]
+    assert all(set(row) == {"client", "split", "n", "tokens", "sha256"} for row in rows)
+
+
+def test_a_loaded_model_generates_with_a_private_memory(backbone: Path, tmp_path: Path) -> None:
+    model, tokenizer = fednl.load(train(settings(backbone), tmp_path / "run").path)
+    ids = tokenizer("a text that is longer than nothing", return_tensors="pt").input_ids
+    cache = MemoryCache(model)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert cache.get_seq_length() == out.shape[1] - 1
