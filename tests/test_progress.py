@@ -120,7 +120,10 @@ def test_on_a_terminal_the_line_is_live_and_rounds_stay() -> None:
     with progress:
         play(progress, clock)
         progress({"event": "note", "text": "client med sent NaN and was left out"})
-        assert "federated, round 1 of 4" in progress._line().plain
+        progress({"event": "step", "client": "a-client-with-a-long-name", "done": 6, "total": 16})
+        clock.now_s += 10
+        line = progress._line().plain
+        assert line == "  federated | round 1/4 | about 50 s left | a-client-with-a-long-name | loss 2.500"
     text = out.getvalue()
     assert "federated: round 1 of 4" in text
     assert "client med sent NaN and was left out" in text

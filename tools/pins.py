@@ -29,9 +29,8 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
             continue
         seen.add(key)
         found = importlib.metadata.distribution(name)
-        pins[key[0]] = Version(
-            found.version
-        ).public  # a local suffix such as +cpu names one build, not a version
+        # A local suffix such as +cpu names one build, not a version.
+        pins[key[0]] = Version(found.version).public
         for text in found.requires or ():
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": extra}):

@@ -145,7 +145,7 @@ class Progress:
         state.rounds = int(event.get("rounds", state.rounds))
         state.total = state.total or float(state.rounds)
         state.done = state.total * state.round / max(1, state.rounds)
-        state.client = ""
+        state.client, state.step, state.steps = "", 0, 0
         parts = [f"{state.arm}: " if state.arm else "", f"round {state.round} of {state.rounds}"]
         parts.append(f", {state.clients} clients" if state.clients > 1 else "")
         parts.append(f", loss {state.loss:.3f}" if state.loss is not None else "")
@@ -188,9 +188,20 @@ class Progress:
         return f", about {duration((now - state.began_s) / done * left)} left"
 
     def _line(self) -> Text:
+        """The live line; what matters most stands first, as a narrow terminal cuts the end."""
         # No lock: the refresh thread must never wait for a handler that is itself printing.
-        now = self._clock()
-        return Text(f"  {self._where(now) or 'starting'}", style="cyan", no_wrap=True, overflow="ellipsis")
+        state, now = self._state, self._clock()
+        parts = [state.arm or state.phase or "starting"]
+        if state.rounds:
+            parts.append(f"round {state.round}/{state.rounds}")
+        elif state.total:
+            parts.append(f"{state.done:g}/{state.total:g}")
+        parts.append(self._left(now).removeprefix(", ") or f"{duration(now - state.began_s)} so far")
+        if state.client:
+            parts.append(state.client)
+        if state.loss is not None:
+            parts.append(f"loss {state.loss:.3f}")
+        return Text("  " + " | ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
 
     def _say(self, text: str) -> None:
         now = self._clock()

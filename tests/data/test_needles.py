@@ -216,8 +216,39 @@ def test_a_budget_too_small_is_refused_with_the_smallest_that_works(
     for one in _all(built):
         assert len(one.prompt_ids) == len(one.removed_ids) == workable
         assert all(event.end <= workable - window_tokens for event in one.events)
+    assert min(_slack(one, window_tokens) for one in _all(built)) == 0
     with pytest.raises(SettingsError, match=rf"data\.tokens is {workable - 1} "):
         build(settings(tokens=workable - 1), tokenizer, window_tokens, "candidates", 3)
+
+
+def _slack(one: NeedleExample, window_tokens: int) -> int:
+    """Tokens an example could do without: 8 before the first event, 4 between two, and the window are needed."""
+    question = len(one.prompt_ids) - one.question_start
+    events = sum(event.end - event.start for event in one.events)
+    return len(one.prompt_ids) - events - max(question, window_tokens) - 8 - 4 * (len(one.events) - 1)
+
+
+def test_where_the_window_reaches_far_back_the_events_move_up_alike(settings: Make, tokenizer: Any) -> None:
+    built = build(settings(tokens=640, train=30), tokenizer, 220, "candidates", 3)
+    gaps = [0, 0, 0]
+    for one in _all(built):
+        for i, (event, following) in enumerate(zip(one.events, one.events[1:], strict=False)):
+            gaps[i] += following.start - event.end
+    assert max(gaps) < 1.3 * min(gaps)
+
+
+def test_no_fact_is_shared_between_the_splits(clients: dict[str, Splits]) -> None:
+    for name, splits in clients.items():
+        if name == "counter-state":
+            continue
+        sets = [
+            {event.text for one in examples for event in one.events} for examples in vars(splits).values()
+        ]
+        if name == "multi-value":  # few ranks and words: the same fact may occur, the same example may not
+            sets = [
+                {tuple(event.text for event in one.events) for one in some} for some in vars(splits).values()
+            ]
+        assert len(set.union(*sets)) == sum(map(len, sets))
 
 
 @pytest.mark.parametrize(

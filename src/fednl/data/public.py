@@ -38,7 +38,7 @@ def public_needle(rng: random.Random, most_events: int = MOST_EVENTS) -> Needle:
             relation, attribute, wording = _wording(rng, fitting)
         elif not one_wording:
             wording = rng.choice(relation.events)
-        # A town may be a key here and a value there; one text must not be both.
+        # A key is no part of a value either: a question must point at one sentence.
         keys += _distinct(rng, KEYS[relation.key], 1, [*keys, *values])
         events.append(_fill(wording, keys[-1], attribute, value))
         asked.append((relation, attribute))

@@ -13,7 +13,7 @@ from fednl.federation.combine import InOrder, WeightedMean
 from fednl.federation.ledger import Ledger
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
-from fednl.federation.record import Job, OnEvent, Point, Validate, begin, resume, save, write_final
+from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
 from fednl.runs import Run
@@ -68,21 +68,21 @@ def run_rounds(
     """
     names = _check_start(algorithm, transport, params, settings)
     asked = settings.clients_per_round or len(transport.clients())
-    job = Job(
+    fed = Federation(
         algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked
     )
-    point = resume(job, params) or begin(job, params)
+    point = resume(fed, params) or begin(fed, params)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
         while point.round < last:
-            point = _one_round(job, point)
+            point = _one_round(fed, point)
     except KeyboardInterrupt:
-        write_final(job, point)
+        write_final(fed, point)
         raise Interrupted(
             f"Stopped in round {point.round + 1} of {training.rounds}; {point.round} rounds are saved: "
             f"go on with `fednl train --resume {run.path}`."
         ) from None
-    write_final(job, point)
+    write_final(fed, point)
     return point.params
 
 
@@ -103,17 +103,17 @@ def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -
     return sorted(sorted(clients, key=lambda client: seed_of(seed, "sampling", client, round))[:number])
 
 
-def _one_round(job: Job, point: Point) -> Point:
+def _one_round(fed: Federation, point: Point) -> Point:
     """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
     started_s, number = time.perf_counter(), point.round + 1
-    asked = sample_clients(job.transport.clients(), job.settings.clients_per_round, job.seed, number)
-    shared = {name: point.params[name] for name in job.names}
-    combined, ledger = _ask(job, shared, number, asked)
+    asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
+    shared = {name: point.params[name] for name in fed.names}
+    combined, ledger = _ask(fed, shared, number, asked)
     params, server_state = point.params, point.server_state
-    fault = _why_no_quorum(job, ledger)
+    fault = _why_no_quorum(fed, ledger)
     reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
     if not reason:
-        update, new_state = job.algorithm.server_step(shared, combined, point.server_state)
+        update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
         else:
@@ -125,24 +125,24 @@ def _one_round(job: Job, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
     )
-    after = save(job, after, ledger, reason, time.perf_counter() - started_s)
-    if after.failed_rounds >= job.settings.max_failed_rounds:
+    after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
+    if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(
             f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume."
         )
     return after
 
 
-def _ask(job: Job, shared: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
+def _ask(fed: Federation, shared: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
     """Sends the shared rules out, and combines what comes back in the order of names."""
-    progress = _Steps(job, number, asked)
-    job.tell("round-start", round=number, rounds=job.training.rounds, clients=asked, total=len(asked))
+    progress = _Steps(fed, number, asked)
+    fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
     down_bytes = {
-        client: job.transport.send(client, Message(shared, round=number, client=client, run=job.run_name))
+        client: fed.transport.send(client, Message(shared, round=number, client=client, run=fed.run_name))
         for client in asked
     }
-    extra = job.algorithm.extra(shared)
-    ledger = Ledger(number, job.run_name, shared, extra, down_bytes)
+    extra = fed.algorithm.extra(shared)
+    ledger = Ledger(number, fed.run_name, shared, extra, down_bytes)
     params_mean, extra_mean, queue = WeightedMean(), WeightedMean(), InOrder(asked)
 
     def take(messages: Any) -> None:
@@ -150,7 +150,7 @@ def _ask(job: Job, shared: Params, number: int, asked: list[str]) -> tuple[Messa
             params_mean.add(message.params, message.num_examples)
             extra_mean.add(message.extra, message.num_examples)
 
-    for reply in job.transport.replies(job.settings.deadline_s or None, progress.step):
+    for reply in fed.transport.replies(fed.settings.deadline_s or None, progress.step):
         verdict = ledger.judge(reply)
         if verdict.is_final:
             take(queue.put(verdict.client, verdict.message))
@@ -182,23 +182,23 @@ def _check_start(
     return tuple(algorithm.shared(params))
 
 
-def _why_no_quorum(job: Job, ledger: Ledger) -> str:
+def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
     valid = ledger.valid()
-    if valid >= job.settings.quorum:
+    if valid >= fed.settings.quorum:
         return ""
     return (
-        f"{valid} valid replies are fewer than quorum = {job.settings.quorum}, first {ledger.first_fault()}"
+        f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
     )
 
 
 class _Steps:
     """Turns what clients say while they work into events with the run's steps done and to do."""
 
-    def __init__(self, job: Job, number: int, asked: list[str]) -> None:
-        self._job, self._number = job, number
+    def __init__(self, fed: Federation, number: int, asked: list[str]) -> None:
+        self._fed, self._number = fed, number
         self._steps = dict.fromkeys(asked, 0)
-        per_round = job.asked_per_round * job.training.local_steps
-        self._before, self._total = (number - 1) * per_round, job.training.rounds * per_round
+        per_round = fed.asked_per_round * fed.training.local_steps
+        self._before, self._total = (number - 1) * per_round, fed.training.rounds * per_round
         self._answered = 0
 
     def step(self, client: str, facts: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class _Steps:
         self._tell("step", client, facts, done=self._done(), total=self._total)
 
     def client_done(self, client: str, ledger: Ledger) -> None:
-        self._steps[client] = self._job.training.local_steps
+        self._steps[client] = self._fed.training.local_steps
         self._answered += 1
         row = next(row for row in ledger.rows() if row["name"] == client)
         facts: dict[str, Any] = {
@@ -218,7 +218,7 @@ class _Steps:
         return self._before + sum(self._steps.values())
 
     def _tell(self, event: str, client: str, facts: Mapping[str, Any], done: int, total: int) -> None:
-        rounds = self._job.training.rounds
-        self._job.tell(
+        rounds = self._fed.training.rounds
+        self._fed.tell(
             event, round=self._number, rounds=rounds, client=client, **facts, done=done, total=total
         )

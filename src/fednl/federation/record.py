@@ -33,7 +33,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Job:
+class Federation:
     """What stays the same over all rounds."""
 
     algorithm: FedAvg
@@ -82,50 +82,50 @@ class Job:
         }
 
 
-def save(job: Job, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
     metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
-    if job.validate_round is not None:
-        measured = job.validate_round(point.round, copy(point.params))
+    if fed.validate_round is not None:
+        measured = fed.validate_round(point.round, copy(point.params))
         metrics |= {f"validation_{name}": float(value) for name, value in measured.items()}
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     score = metrics.get("validation_loss")
     if score is not None and score < point.best.get("loss", math.inf):
         point = replace(point, best={"round": point.round, "loss": score})
-        write_tensors(job.path("best") / "params.safetensors", point.params, {"round": point.round})
+        write_tensors(fed.path("best") / "params.safetensors", point.params, {"round": point.round})
     facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
     facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
-    job.run.append_jsonl(job.inside("rounds.jsonl"), {**facts, "clients": ledger.rows()})
+    fed.run.append_jsonl(fed.inside("rounds.jsonl"), {**facts, "clients": ledger.rows()})
     save_round(
-        job.path("checkpoints"),
+        fed.path("checkpoints"),
         point.round,
         point.params,
         point.server_state,
-        job.transport.states(),
-        {"best": point.best, "failed_rounds": point.failed_rounds, "identity": job.identity()},
-        job.settings.keep_checkpoints,
+        fed.transport.states(),
+        {"best": point.best, "failed_rounds": point.failed_rounds, "identity": fed.identity()},
+        fed.settings.keep_checkpoints,
     )
-    job.tell("round-end", rounds=job.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
+    fed.tell("round-end", rounds=fed.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
     return point
 
 
-def begin(job: Job, params: Params) -> Point:
+def begin(fed: Federation, params: Params) -> Point:
     """A fresh start: every client holds the start values of what is private to it."""
-    job.run.truncate_jsonl(job.inside("rounds.jsonl"), 0)
-    private = {f"private/{name}": params[name] for name in sorted(set(params) - set(job.names))}
-    job.transport.restore({client: copy(private) for client in job.transport.clients()})
+    fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
+    private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
+    fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
     return Point(0, copy(params))
 
 
-def resume(job: Job, params: Params) -> Point | None:
+def resume(fed: Federation, params: Params) -> Point | None:
     """The newest good checkpoint, with everything put back to where it stood; None if there is none."""
-    folder = job.path("checkpoints")
+    folder = fed.path("checkpoints")
     checkpoint = load_newest(folder)
     if checkpoint is None:
         return None
     then = checkpoint.state["identity"]
-    for key, value in job.identity().items():
+    for key, value in fed.identity().items():
         if then.get(key) != value:
             raise CheckpointError(
                 f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
@@ -136,16 +136,16 @@ def resume(job: Job, params: Params) -> Point | None:
             f"The checkpoints in {folder} hold other rules than this model has: start anew."
         )
     if checkpoint.skipped:
-        job.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
-    job.transport.restore(checkpoint.client_states)
-    job.run.truncate_jsonl(job.inside("rounds.jsonl"), checkpoint.round)
+        fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
+    fed.transport.restore(checkpoint.client_states)
+    fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed)
 
 
-def write_final(job: Job, point: Point) -> None:
+def write_final(fed: Federation, point: Point) -> None:
     """Leaves the newest finished rules in `final/`."""
-    write_tensors(job.path("final") / "params.safetensors", point.params, {"round": point.round})
+    write_tensors(fed.path("final") / "params.safetensors", point.params, {"round": point.round})
 
 
 def _layout(params: Params) -> dict[str, tuple[Any, Any]]:
