@@ -56,18 +56,14 @@ def settings(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_is_what_it_was(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+def test_help_is_what_it_was(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = fednl(capfd, *verb.split(), "--help")
     golden = GOLDEN / f"help-{verb.replace(' ', '-') or 'fednl'}.txt"
     if os.environ.get("FEDNL_WRITE_GOLDEN"):
         golden.write_text(out)
     assert (code, err) == (0, "")
-    assert out == golden.read_text(), (
-        "if the new help is right: FEDNL_WRITE_GOLDEN=1 pytest tests/test_cli.py"
-    )
+    assert out == golden.read_text(), "if the new help is right: FEDNL_WRITE_GOLDEN=1 pytest tests/test_cli.py"
 
 
 def test_every_verb_shows_an_example_that_parses(capfd: pytest.CaptureFixture[str]) -> None:
@@ -105,9 +101,7 @@ def test_no_arguments_teach(capfd: pytest.CaptureFixture[str]) -> None:
     assert "A first run" in out + err
 
 
-def test_config_prints_a_settings_file(
-    capfd: pytest.CaptureFixture[str], settings: str, tmp_path: Path
-) -> None:
+def test_config_prints_a_settings_file(capfd: pytest.CaptureFixture[str], settings: str, tmp_path: Path) -> None:
     code, out, err = fednl(capfd, "config", settings, "--set", "training.rounds=2", "--set", "run.seed=5")
     assert (code, err) == (0, "")
     (tmp_path / "printed.toml").write_text(out)
@@ -162,9 +156,7 @@ def test_resume_and_eval_pass_the_folder_on(
     assert training.calls == [("resume", tmp_path), ("evaluate", tmp_path, "needles", ["data.tokens=640"])]
 
 
-def test_partition_prints_a_table(
-    capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType
-) -> None:
+def test_partition_prints_a_table(capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType) -> None:
     code, out, _ = fednl(capfd, "partition", settings)
     assert (code, out) == (0, "| client | n |\n| --- | --- |\n| law | 3 |\n| med | 0 |\n")
 
@@ -215,9 +207,7 @@ def test_an_interruption_told_by_the_loop_is_passed_on(
         raise Interrupted("stopped after round 2; continue with: fednl train --resume x")
 
     training.train = interrupted  # type: ignore[attr-defined]
-    assert (
-        fednl(capfd, "train", settings)[2] == "stopped after round 2; continue with: fednl train --resume x\n"
-    )
+    assert fednl(capfd, "train", settings)[2] == "stopped after round 2; continue with: fednl train --resume x\n"
 
 
 def test_ctrl_c_elsewhere_is_one_line(

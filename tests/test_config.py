@@ -55,9 +55,7 @@ def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
-    first = load_config(
-        write(f'[federation]\nalgorithm = "{algorithm}"\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n')
-    )
+    first = load_config(write(f'[federation]\nalgorithm = "{algorithm}"\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'))
     again = tmp_path / "again.toml"
     again.write_text(first.to_toml(), encoding="utf-8")
     second = load_config(again)
@@ -173,11 +171,7 @@ def test_settings_cannot_be_changed() -> None:
 
 
 @settings(max_examples=50)
-@given(
-    st.dictionaries(
-        st.text(max_size=6), st.none() | st.integers() | st.text() | st.just({"a": 1}), min_size=1
-    )
-)
+@given(st.dictionaries(st.text(max_size=6), st.none() | st.integers() | st.text() | st.just({"a": 1}), min_size=1))
 def test_a_table_of_anything_is_refused_and_nothing_else(table: dict[str, object]) -> None:
     assume(not set(table) & set(Config.model_fields))
     with pytest.raises(SettingsError):

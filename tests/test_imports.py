@@ -59,9 +59,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_the_operator_needs_torch_and_nothing_else() -> None:
-    others = {name.split(".")[0] for name in imported(SOURCE / "memory" / "operator.py")} - set(
-        sys.stdlib_module_names
-    )
+    others = {name.split(".")[0] for name in imported(SOURCE / "memory" / "operator.py")} - set(sys.stdlib_module_names)
     assert others == {"torch"}
 
 

@@ -26,11 +26,7 @@ def shell_lines() -> list[tuple[str, str]]:
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL):
-            lines += [
-                (page, line.split("#")[0].strip())
-                for line in block.splitlines()
-                if line.split("#")[0].strip()
-            ]
+            lines += [(page, line.split("#")[0].strip()) for line in block.splitlines() if line.split("#")[0].strip()]
     return lines
 
 
@@ -50,9 +46,7 @@ def test_every_command_of_a_page_exists(page: str, command: str) -> None:
         verb = words[1:3] if words[1] == "models" else words[1:2]
         options = [word for word in words if word.startswith("--")]
         code = f"from fednl.cli import main; main({[*verb, '--help']!r})"
-        shown = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert all(re.search(rf"^ +{re.escape(option)}\b", shown, re.MULTILINE) for option in options)
         for word in words:
             assert not word.endswith(".toml") or not word.startswith("configs/") or (ROOT / word).is_file()

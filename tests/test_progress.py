@@ -35,13 +35,9 @@ def play(progress: Progress, clock: Clock, rounds: int = 4, first: int = 1, step
             clock.now_s += step_s
             facts = {"client": client, "step": step, "steps": 2, "loss": 3.0 - round / 10, "round": round}
             done = (round - 1) * 4 + number
-            progress(
-                {"event": "step", "arm": "federated", "rounds": rounds, "done": done, "total": steps, **facts}
-            )
+            progress({"event": "step", "arm": "federated", "rounds": rounds, "done": done, "total": steps, **facts})
         progress({"event": "client-done", "client": "med", "done": 2, "total": 2})
-        progress(
-            {"event": "round-end", "round": round, "rounds": rounds, "loss": 2.5, "seconds_s": 4 * step_s}
-        )
+        progress({"event": "round-end", "round": round, "rounds": rounds, "loss": 2.5, "seconds_s": 4 * step_s})
         if round < rounds and round == first:
             return
 

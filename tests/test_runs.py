@@ -100,9 +100,7 @@ def test_names_stay_inside(run: Run) -> None:
 
 
 @settings(max_examples=40)
-@given(
-    rows=st.lists(st.dictionaries(st.text(max_size=3), st.integers()), max_size=5), cut=st.integers(0, 200)
-)
+@given(rows=st.lists(st.dictionaries(st.text(max_size=3), st.integers()), max_size=5), cut=st.integers(0, 200))
 def test_rows_survive_a_kill_at_any_byte(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, int]], cut: int
 ) -> None:

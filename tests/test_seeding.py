@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from fednl.seeding import python_rng, seed_of, torch_rng
 
-FIELDS = st.tuples(
-    st.integers(-(2**40), 2**40), st.text(max_size=8), st.text(max_size=8), st.integers(0, 10**6)
-)
+FIELDS = st.tuples(st.integers(-(2**40), 2**40), st.text(max_size=8), st.text(max_size=8), st.integers(0, 10**6))
 
 
 @given(FIELDS)
@@ -23,9 +21,7 @@ def test_a_stream_is_named_by_a_63_bit_number(fields: tuple[int, str, str, int])
 
 
 @given(FIELDS, FIELDS)
-def test_different_names_give_different_streams(
-    a: tuple[int, str, str, int], b: tuple[int, str, str, int]
-) -> None:
+def test_different_names_give_different_streams(a: tuple[int, str, str, int], b: tuple[int, str, str, int]) -> None:
     assert (seed_of(*a) == seed_of(*b)) == (a == b)
 
 

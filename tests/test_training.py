@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import settings, tiny_backbone
 
 import fednl
 from fednl.client import Bench, ClientProblem
@@ -17,7 +17,9 @@ from fednl.errors import CheckpointError, Interrupted, SettingsError
 from fednl.evaluation.settings import ARMS
 from fednl.federation.wire import unpack
 from fednl.memory import MemoryCache
+from fednl.runs import Run
 from fednl.training import evaluate, partition_rows, resume, train
+from small_run import settings, tiny_backbone
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,7 @@ def test_a_run_with_every_arm_leaves_what_the_design_says(backbone: Path, tmp_pa
     assert "workers.json" not in {path.name for path in run.path.iterdir()}
 
 
-def test_results_do_not_depend_on_the_number_of_processes_and_a_seed_repeats(
-    backbone: Path, tmp_path: Path
-) -> None:
+def test_results_do_not_depend_on_the_number_of_processes_and_a_seed_repeats(backbone: Path, tmp_path: Path) -> None:
     runs = [
         train(settings(backbone, federation={"parallel-clients": workers}), tmp_path / f"{i}").path
         for i, workers in enumerate((1, 1, 2))
@@ -76,13 +76,20 @@ def test_results_do_not_depend_on_the_number_of_processes_and_a_seed_repeats(
     assert not same(final(runs[0]), final(other))
 
 
-@pytest.mark.parametrize("event", ["round-start", "client-done", "round-end"])
-@pytest.mark.parametrize("round", [1, 2, 3])
+@pytest.fixture(scope="module")
+def whole(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    return train(settings(backbone), tmp_path_factory.mktemp("whole") / "run").path
+
+
+@pytest.mark.parametrize(
+    ("event", "round"),
+    [("round-start", 1), ("client-done", 1), ("round-start", 2), ("client-done", 2), ("round-end", 3)],
+)
 def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
-    backbone: Path, tmp_path: Path, event: str, round: int
+    backbone: Path, whole: Path, tmp_path: Path, event: str, round: int
 ) -> None:
     config = settings(backbone)
-    whole = train(config, tmp_path / "whole").path
 
     def stop(facts: Any) -> None:
         if facts["event"] == event and facts.get("round") == round:
@@ -170,9 +177,7 @@ def test_batches_depend_on_seed_client_round_and_purpose_only(backbone: Path) ->
     bench = Bench(settings(backbone))
 
     def ids(client: str, round: int, purpose: str) -> list[list[int]]:
-        return [
-            b["input_ids"].flatten().tolist() for b in ClientProblem(bench, client, round).batches(purpose, 2)
-        ]
+        return [b["input_ids"].flatten().tolist() for b in ClientProblem(bench, client, round).batches(purpose, 2)]
 
     assert ids("passkey", 1, "train") == ids("passkey", 1, "train")
     assert ids("passkey", 1, "train") != ids("passkey", 2, "train")
@@ -182,16 +187,14 @@ def test_batches_depend_on_seed_client_round_and_purpose_only(backbone: Path) ->
 def test_held_out_and_empty_clients(backbone: Path, tmp_path: Path) -> None:
     run = train(settings(backbone, data={"hold-out-clients": ["uuid-code"]}), tmp_path / "held")
     assert {c["name"] for c in rounds(run.path)[0]["clients"]} == {"passkey", "name-date"}
-    scored = {
-        r["client"] for r in run.read_json("results/needles.json")["rows"] if r["method"] == "federated"
-    }
+    scored = {r["client"] for r in run.read_json("results/needles.json")["rows"] if r["method"] == "federated"}
     assert scored == {"passkey", "uuid-code", "name-date", "macro"}
     with pytest.raises(fednl.errors.DataError, match="None of the 3 clients has a training example"):
         train(settings(backbone, data={"train": 0}), tmp_path / "empty")
 
 
-def test_evaluate_at_another_length_keeps_the_rules(backbone: Path, tmp_path: Path) -> None:
-    run = train(settings(backbone), tmp_path / "run")
+def test_evaluate_at_another_length_keeps_the_rules(whole: Path, tmp_path: Path) -> None:
+    run = Run.open(shutil.copytree(whole, tmp_path / "run"))
     before = final(run.path)
     evaluate(run.path, overrides=["data.tokens=700"])
     rows = run.read_json("results/needles-700.json")["rows"]
@@ -203,12 +206,11 @@ def test_evaluate_at_another_length_keeps_the_rules(backbone: Path, tmp_path: Pa
         evaluate(run.path, overrides=["evaluation.arms=['local-only']"])
 
 
-def test_start_rules_are_used_and_refused_where_they_do_not_fit(backbone: Path, tmp_path: Path) -> None:
-    run = train(settings(backbone), tmp_path / "run")
-    again = settings(backbone, memory={"start": str(run.path / "final")})
-    assert same(Bench(again).start("memory"), final(run.path))
+def test_start_rules_are_used_and_refused_where_they_do_not_fit(backbone: Path, whole: Path, tmp_path: Path) -> None:
+    again = settings(backbone, memory={"start": str(whole / "final")})
+    assert same(Bench(again).start("memory"), final(whole))
     with pytest.raises(CheckpointError, match=r"memory\.start: .*shape"):
-        Bench(settings(backbone, memory={"start": str(run.path / "final"), "rank": 3})).start("memory")
+        Bench(settings(backbone, memory={"start": str(whole / "final"), "rank": 3})).start("memory")
     with pytest.raises(CheckpointError, match='"public": none are shipped'):
         Bench(settings(backbone, memory={"start": "public"})).start("memory")
     with pytest.raises(SettingsError, match="No rules in"):
@@ -225,9 +227,9 @@ def test_partition_lists_everyone_without_text(backbone: Path) -> None:
     assert all(set(row) == {"client", "split", "n", "tokens", "sha256"} for row in rows)
 
 
-def test_a_loaded_model_generates_with_a_private_memory(backbone: Path, tmp_path: Path) -> None:
-    model, tokenizer = fednl.load(train(settings(backbone), tmp_path / "run").path)
+def test_a_loaded_model_generates_with_a_private_memory(whole: Path) -> None:
+    model, tokenizer = fednl.load(whole)
     ids = tokenizer("a text that is longer than nothing", return_tensors="pt").input_ids
     cache = MemoryCache(model)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    out = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
     assert cache.get_seq_length() == out.shape[1] - 1

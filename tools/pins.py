@@ -40,6 +40,4 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(
-        HEAD + "\n".join(f"{name}=={version}" for name, version in sorted(closure("fednl", ("dev",)).items()))
-    )
+    print(HEAD + "\n".join(f"{name}=={version}" for name, version in sorted(closure("fednl", ("dev",)).items())))

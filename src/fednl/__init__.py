@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fednl.memory import load_rules as load_rules
     from fednl.memory import rules as rules
     from fednl.memory import save_rules as save_rules
-    from fednl.runs import Run as Run
     from fednl.models.loading import load as load
+    from fednl.runs import Run as Run
     from fednl.training import train as train
 
 __version__ = "0.1.0"

@@ -153,9 +153,7 @@ def train(
     overrides: Override = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="RUN", help="The run's folder; must not exist. Default: a new one in [run] out."
-        ),
+        typer.Option("--out", metavar="RUN", help="The run's folder; must not exist. Default: a new one in [run] out."),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -197,9 +195,7 @@ def train(
 @app.command("eval", cls=_Plain, short_help="Measure a run again and print its tables.")
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    task: Annotated[
-        str | None, typer.Option("--task", help="What to measure. Default: the run's own task.")
-    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="What to measure. Default: the run's own task.")] = None,
     overrides: Override = None,
 ) -> None:
     """Measure a run's rules again, write RUN/results/, and print its tables.

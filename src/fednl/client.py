@@ -51,9 +51,7 @@ def answer_nats(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         use_cache=False,
         logits_to_keep=positions - 1,
     ).logits.float()
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels[:, positions].flatten(), ignore_index=IGNORED
-    )
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, positions].flatten(), ignore_index=IGNORED)
 
 
 class _Bridge(torch.autograd.Function):

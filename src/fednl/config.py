@@ -38,9 +38,7 @@ class RunSettings(BaseModel):
         out: the folder in which a run's own folder is made.
     """
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True)
 
     seed: int = Field(default=0, ge=0)
     out: str = Field(default="runs", min_length=1)
@@ -74,9 +72,7 @@ class Config(BaseModel):
     algorithm: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def from_dict(
-        cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()
-    ) -> Config:
+    def from_dict(cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()) -> Config:
         """Checks a table of sections with kebab-case keys, as TOML or a run's `config.json` gives it.
 
         Args:
@@ -127,9 +123,7 @@ class Config(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
-        table: dict[str, Any] = self.model_dump(
-            mode="json", by_alias=True, exclude_none=True, exclude={"algorithm"}
-        )
+        table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"algorithm"})
         own = self.method_settings.model_dump(mode="json", by_alias=True, exclude_none=True)
         if own:
             table[self.federation.algorithm] = own

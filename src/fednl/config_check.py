@@ -23,9 +23,7 @@ class Checker:
         algorithms: the names whose sections are not read now, yet are no misspelling.
     """
 
-    def __init__(
-        self, where: str, overridden: frozenset[str] = frozenset(), algorithms: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, where: str, overridden: frozenset[str] = frozenset(), algorithms: Sequence[str] = ()) -> None:
         self.where = where
         self.overridden = overridden
         self.algorithms = algorithms
@@ -40,16 +38,12 @@ class Checker:
             if section not in keys and section != own:
                 raise SettingsError(f"{self.where}: {self._unknown_section(section, content, keys, own)}")
             if not isinstance(content, Mapping):
-                raise SettingsError(
-                    f"{self.where}: {section} must be a section: write [{section}] above its keys."
-                )
+                raise SettingsError(f"{self.where}: {section} must be a section: write [{section}] above its keys.")
         for section, known in keys.items():
             for key in table.get(section, {}):
                 if key not in known:
                     hint = hint_for(key, known, "keys", _elsewhere(key, section, keys))
-                    raise SettingsError(
-                        f'{self.place(section, key)} unknown key "{key}" in [{section}]; {hint}'
-                    )
+                    raise SettingsError(f'{self.place(section, key)} unknown key "{key}" in [{section}]; {hint}')
 
     def section(self, name: str, kind: Any, content: Mapping[str, Any]) -> Any:
         """Builds one section; JSON mode is strict about kinds, yet lets a list fill a tuple."""
@@ -59,9 +53,7 @@ class Checker:
                 hint = hint_for(key, known, "keys")
                 raise SettingsError(f'{self.place(name, key)} unknown key "{key}" in [{name}]; {hint}')
             if isinstance(content[key], float) and not math.isfinite(content[key]):
-                raise SettingsError(
-                    f"{self.place(name, key)} [{name}] {key} = {content[key]}: write a finite number."
-                )
+                raise SettingsError(f"{self.place(name, key)} [{name}] {key} = {content[key]}: write a finite number.")
         try:
             return kind.model_validate_json(json.dumps(dict(content), default=str))
         except ValidationError as error:

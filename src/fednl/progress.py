@@ -76,9 +76,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self._line, refresh_per_second=4, transient=True
-            )
+            self._live = Live(console=self._console, get_renderable=self._line, refresh_per_second=4, transient=True)
             self._live.start()
         else:
             threading.Thread(target=self._beat, name="progress", daemon=True).start()

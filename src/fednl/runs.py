@@ -71,9 +71,7 @@ class Run:
         """
         path = Path(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise SettingsError(
-                f"--out {path} already exists: name a new folder, or continue with --resume {path}."
-            )
+            raise SettingsError(f"--out {path} already exists: name a new folder, or continue with --resume {path}.")
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
         return cls(path)
@@ -92,9 +90,7 @@ class Run:
         if not path.is_dir():
             raise SettingsError(f"there is no run folder {path}: name a folder made by `fednl train`.")
         if not (path / "config.json").is_file():
-            raise SettingsError(
-                f"{path} is not a run (it has no config.json): name a folder made by `fednl train`."
-            )
+            raise SettingsError(f"{path} is not a run (it has no config.json): name a folder made by `fednl train`.")
         return cls(path)
 
     def folder(self, name: str) -> Path:
@@ -117,9 +113,7 @@ class Run:
             FednlError: the file cannot be written.
         """
         path = self._inside(name)
-        text = json.dumps(
-            {"format": FORMAT, **_finite(dict(obj))}, indent=1, ensure_ascii=False, allow_nan=False
-        )
+        text = json.dumps({"format": FORMAT, **_finite(dict(obj))}, indent=1, ensure_ascii=False, allow_nan=False)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, (text + "\n").encode("utf-8"))
@@ -139,9 +133,7 @@ class Run:
         except ValueError:
             raise CheckpointError(f"{path} is not valid JSON: delete it or restore it from a copy.") from None
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has no format = {FORMAT}: it was written by another version of fednl."
-            )
+            raise CheckpointError(f"{path} has no format = {FORMAT}: it was written by another version of fednl.")
         del obj["format"]
         return obj
 
@@ -180,9 +172,7 @@ class Run:
             try:
                 rows.append(json.loads(line))
             except ValueError:
-                raise CheckpointError(
-                    f"{path} line {number} is damaged: restore the file from a copy."
-                ) from None
+                raise CheckpointError(f"{path} line {number} is damaged: restore the file from a copy.") from None
         return rows
 
     def truncate_jsonl(self, name: str, keep: int) -> None:
@@ -323,6 +313,4 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise FednlError(
-            f"cannot write {path}: {reason}; free some space or choose another folder."
-        ) from None
+        raise FednlError(f"cannot write {path}: {reason}; free some space or choose another folder.") from None

@@ -14,11 +14,11 @@ from fednl.errors import CheckpointError, FednlError, Interrupted, SettingsError
 from fednl.evaluation.needles import METRICS, result_rows
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fednl.federation.checkpoint import load_newest, read_tensors
+from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.loop import run_rounds
 from fednl.federation.params import Params, personal, select
-from fednl.federation.wire import pack, unpack
-from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.pool import Job, Result, WorkerPool
+from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
 from fednl.runs import Run, environment
 
@@ -215,7 +215,7 @@ def _measure(
         raise Interrupted(
             f"Stopped while measuring; the rules are trained and saved: go on with `fednl train --resume {run.path}`."
         ) from None
-    measured = {arm: found[arm] for arm in config.evaluation.arms if found.get(arm)}
+    measured: dict[str, list[Outcome]] = {arm: found[arm] for arm in config.evaluation.arms if found.get(arm)}
     metrics = [m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"]
     shared = {arm: shared_groups(config, VIEWS[arm].rules) for arm in measured if VIEWS[arm].rules in TRAINED}
     rows = result_rows(
@@ -238,7 +238,9 @@ def _score_arm(
 
     def tell(job: Job, facts: dict[str, Any]) -> None:
         done[job.header["client"]] = facts["done"]
-        on_event({"event": "step", "arm": arm, "client": job.header["client"], "done": sum(done.values()), "total": total})
+        on_event(
+            {"event": "step", "arm": arm, "client": job.header["client"], "done": sum(done.values()), "total": total}
+        )
 
     answers = {result.job.header["client"]: _answer(result) for result in pool.map(jobs, tell)}
     return [Outcome(**outcome) for client in clients for outcome in answers[client]["outcomes"]]
@@ -250,7 +252,7 @@ def _rules_of(run: Run, pool: Pool, rules: str, clients: Sequence[str]) -> dict[
         return {client: {} for client in clients}
     if rules == "start":
         start = unpack(_do(pool, Job("start", {"setup": "memory"})).blobs[0])[0]
-        return {client: start for client in clients}
+        return dict.fromkeys(clients, start)
     folder = TRAINED[rules].folder
     params, _ = read_tensors(run.path / _inside(folder, "final") / "params.safetensors")
     checkpoint = load_newest(run.path / _inside(folder, "checkpoints"))

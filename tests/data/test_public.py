@@ -20,9 +20,7 @@ from fednl.errors import SettingsError
 
 TOKENS, WINDOW_TOKENS = 800, 120
 # What a client's value looks like.
-CLIENT_VALUES = re.compile(
-    r"\d{7}|\d{4}|[A-Z]\d\d-[A-Z]\d\d-[A-Z]\d\d|[A-Z][a-z]+ \d{1,2}, \d{4}|[a-z]+-[a-z]+|[0-7]"
-)
+CLIENT_VALUES = re.compile(r"\d{7}|\d{4}|[A-Z]\d\d-[A-Z]\d\d-[A-Z]\d\d|[A-Z][a-z]+ \d{1,2}, \d{4}|[a-z]+-[a-z]+|[0-7]")
 CLIENT_LISTS = (
     words.SURNAMES,
     words.MISSIONS,

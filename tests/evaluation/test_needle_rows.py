@@ -95,9 +95,7 @@ def test_differences_are_paired_and_say_better_or_worse() -> None:
 
 def test_a_few_wins_that_a_coin_would_give_are_no_clear_difference() -> None:
     # Four wins and no loss of thirty: the bootstrap interval excludes zero, the exact test says p = 0.125.
-    rows = made(
-        federated=outcomes({"a": [1] * 9 + [0] * 21}), window_only=outcomes({"a": [1] * 5 + [0] * 25})
-    )
+    rows = made(federated=outcomes({"a": [1] * 9 + [0] * 21}), window_only=outcomes({"a": [1] * 5 + [0] * 25}))
     row = one(rows, metric="difference", of="candidates")
     assert row["low"] > 0
     assert row["p"] == 0.125

@@ -33,9 +33,7 @@ def ask(index: int, length: int = 20, client: str = "c", widths: Sequence[int] =
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(VOCAB, (count,), generator=rng).tolist())
 
-    return Asked(
-        client, index, ids(length), ids(length), length - 4 - index % 3, tuple(map(ids, widths)), index % 4
-    )
+    return Asked(client, index, ids(length), ids(length), length - 4 - index % 3, tuple(map(ids, widths)), index % 4)
 
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
@@ -106,9 +104,7 @@ class FunctionModel(nn.Module):
         return SimpleNamespace(logits=logits[:, -logits_to_keep:] if logits_to_keep else logits)
 
 
-def function_score(
-    function: Callable[[tuple[int, ...]], Tensor], asked: Sequence[Asked], **named: Any
-) -> Any:
+def function_score(function: Callable[[tuple[int, ...]], Tensor], asked: Sequence[Asked], **named: Any) -> Any:
     model = FunctionModel(function)
     return model, score_candidates(
         model, asked, arm="toy", make_cache=lambda _: TokensCache(), **({"batch": 4} | named)
@@ -197,9 +193,7 @@ def test_a_model_that_knows_the_answers_scores_everything() -> None:
         return logits
 
     _, outcomes = function_score(knows, asked)
-    assert all(
-        o.correct and o.recall and o.token_accuracy == 1.0 and o.nats_per_token < 1e-3 for o in outcomes
-    )
+    assert all(o.correct and o.recall and o.token_accuracy == 1.0 and o.nats_per_token < 1e-3 for o in outcomes)
 
 
 def test_a_model_that_knows_nothing_is_at_chance_at_every_position() -> None:
@@ -270,9 +264,7 @@ def test_the_state_is_zeroed_right_before_each_question() -> None:
 
 def test_zeroing_without_a_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match='"state-zeroed"'):
-        score_candidates(
-            tiny_llama(), [ask(0)], arm="state-zeroed", make_cache=dynamic, zero_state_at_question=True
-        )
+        score_candidates(tiny_llama(), [ask(0)], arm="state-zeroed", make_cache=dynamic, zero_state_at_question=True)
 
 
 def test_the_prompt_without_events_is_read_where_asked() -> None:
@@ -292,9 +284,7 @@ def test_the_model_is_left_as_it_was_and_progress_is_told() -> None:
     told: list[int] = []
     torch.manual_seed(8)
     before = torch.random.get_rng_state()
-    score_candidates(
-        model, [ask(i) for i in range(5)], arm="a", make_cache=dynamic, batch=2, on_scored=told.append
-    )
+    score_candidates(model, [ask(i) for i in range(5)], arm="a", make_cache=dynamic, batch=2, on_scored=told.append)
     assert [module.training for module in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), before)

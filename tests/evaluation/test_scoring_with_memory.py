@@ -74,9 +74,7 @@ def token_by_token(model: PreTrainedModel, example: Asked, zero_state: bool) -> 
 @pytest.mark.parametrize("zero_state", [False, True])
 def test_scores_equal_one_token_at_a_time(model: PreTrainedModel, zero_state: bool) -> None:
     asked = [ask(i) for i in range(5)]
-    first = score_candidates(
-        model, asked, arm="a", make_cache=MemoryCache, zero_state_at_question=zero_state, batch=8
-    )
+    first = score_candidates(model, asked, arm="a", make_cache=MemoryCache, zero_state_at_question=zero_state, batch=8)
     for example, outcome in zip(asked, first, strict=True):
         assert outcome.logprob_gold == pytest.approx(token_by_token(model, example, zero_state), abs=1e-4)
     for batch, pieces in [(1, 2048), (2, 7)]:
@@ -98,9 +96,7 @@ def test_the_arms_differ_and_leave_no_trace(model: PreTrainedModel) -> None:
     asked = [ask(i) for i in range(4)]
 
     def nats(zero_state: bool = False) -> list[float]:
-        outcomes = score_candidates(
-            model, asked, arm="a", make_cache=MemoryCache, zero_state_at_question=zero_state
-        )
+        outcomes = score_candidates(model, asked, arm="a", make_cache=MemoryCache, zero_state_at_question=zero_state)
         return [outcome.nats_per_token for outcome in outcomes]
 
     federated, zeroed = nats(), nats(zero_state=True)

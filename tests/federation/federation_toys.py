@@ -71,9 +71,7 @@ def toy_endpoint(
         client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
     ) -> tuple[Message, ClientState]:
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
-        return train_locally(
-            algorithm, problem, message, state, LocalPlan.of(training, message.round), on_progress
-        )
+        return train_locally(algorithm, problem, message, state, LocalPlan.of(training, message.round), on_progress)
 
     return endpoint
 
@@ -118,9 +116,7 @@ class Bench:
     sizes: Mapping[str, int] = field(default_factory=lambda: dict(SIZES))
     algorithm: FedAvg = field(default_factory=lambda: FedAvg(shared="theta"))
     settings: FederationSettings = field(default_factory=FederationSettings)
-    training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(rounds=3, local_steps=3, batch=4)
-    )
+    training: TrainingSettings = field(default_factory=lambda: TrainingSettings(rounds=3, local_steps=3, batch=4))
     seed: int = 3
     dtype: torch.dtype = torch.float32
     events: list[Mapping[str, Any]] = field(default_factory=list)
@@ -155,9 +151,7 @@ class Bench:
         return self.run_folder.read_jsonl("rounds.jsonl")
 
 
-def plain_training(
-    problem_of: Callable[[int], Regression], training: TrainingSettings, names: Iterable[str]
-) -> Params:
+def plain_training(problem_of: Callable[[int], Regression], training: TrainingSettings, names: Iterable[str]) -> Params:
     """The oracle of local training: one AdamW loop over all rounds, written without the library's loop."""
     start = start_params(problem_of(1).dtype)
     leaves = {name: torch.nn.Parameter(start[name].clone()) for name in sorted(names)}

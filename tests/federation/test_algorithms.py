@@ -32,9 +32,7 @@ def test_one_client_equals_local_training_to_the_bit(kind: str, dtype: torch.dty
     transport = toy.transport()
     params = toy.run(transport)
     own = personal(params, transport.states()["cyd"])
-    expected = plain_training(
-        lambda round: Regression("cyd", 12, round, dtype=dtype), toy.training, start_params()
-    )
+    expected = plain_training(lambda round: Regression("cyd", 12, round, dtype=dtype), toy.training, start_params())
     assert equal(own, expected)
 
 
@@ -98,9 +96,7 @@ def test_local_only_sends_and_receives_nothing(tmp_path: Path) -> None:
     assert all(row["updated"] for row in toy.rows())
     for client, size in toy.sizes.items():
         own = personal(params, transport.states()[client])
-        expected = plain_training(
-            lambda round, c=client, n=size: Regression(c, n, round), toy.training, start_params()
-        )
+        expected = plain_training(lambda round, c=client, n=size: Regression(c, n, round), toy.training, start_params())
         assert equal(own, expected)
 
 

@@ -11,9 +11,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, weighted_mean
 
 floats = st.floats(-1e6, 1e6, width=32)
-updates = st.lists(
-    st.tuples(st.lists(floats, min_size=3, max_size=3), st.integers(1, 10**6)), min_size=1, max_size=6
-)
+updates = st.lists(st.tuples(st.lists(floats, min_size=3, max_size=3), st.integers(1, 10**6)), min_size=1, max_size=6)
 
 
 def streamed(items: list[tuple[Params, float]]) -> WeightedMean:

@@ -180,9 +180,7 @@ def test_an_algorithm_that_would_send_private_rules_is_stopped_at_the_client(kin
 
 def test_a_server_cannot_overwrite_private_rules() -> None:
     with pytest.raises(MessageError) as caught:
-        train_locally(
-            MEMORY, Regression("ada", 6), sent(ALL), private_start(), LocalPlan(round=1, steps=1, lr=0.1)
-        )
+        train_locally(MEMORY, Regression("ada", 6), sent(ALL), private_start(), LocalPlan(round=1, steps=1, lr=0.1))
     assert caught.value.code == "unknown-name"
 
 

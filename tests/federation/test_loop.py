@@ -235,9 +235,7 @@ def test_below_the_quorum_the_rules_stay_and_the_run_says_why(tmp_path: Path) ->
     def lose(replies: list[Reply]) -> list[Reply]:
         return [forge(r, params=NAN) if r.client == "dan" else r for r in replies]
 
-    with pytest.raises(
-        FednlError, match=r'3 rounds in a row .*quorum = 4, first "dan" \(refused, non-finite\)'
-    ):
+    with pytest.raises(FednlError, match=r'3 rounds in a row .*quorum = 4, first "dan" \(refused, non-finite\)'):
         toy.run(toy.transport(lose), validate_round=lambda round, params: seen.append(params) or {})
     assert len(seen) == 3
     assert all(equal(params, start_params()) for params in seen)
@@ -258,9 +256,7 @@ def test_failed_rounds_are_counted_in_a_row(tmp_path: Path) -> None:
 
 
 def test_clients_without_examples_count_for_the_quorum(tmp_path: Path) -> None:
-    toy = bench(
-        tmp_path, sizes={"ada": 3, "bob": 0}, settings=FederationSettings(quorum=2), training=ONE_ROUND
-    )
+    toy = bench(tmp_path, sizes={"ada": 3, "bob": 0}, settings=FederationSettings(quorum=2), training=ONE_ROUND)
     toy.run()
     assert toy.rows()[0]["updated"] is True
 
@@ -299,9 +295,7 @@ def test_a_deadline_drops_who_is_late(tmp_path: Path) -> None:
         (FederationSettings(quorum=5), "quorum = 5"),
     ],
 )
-def test_more_clients_than_there_are_is_refused(
-    tmp_path: Path, settings: FederationSettings, words: str
-) -> None:
+def test_more_clients_than_there_are_is_refused(tmp_path: Path, settings: FederationSettings, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         bench(tmp_path, settings=settings).run()
 

@@ -146,12 +146,8 @@ SPAN = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         raw({"params/w": {**SPAN, "shape": "1"}}, bytes(4)),
         raw({"params/w": {**SPAN, "shape": [1] * 99}}, bytes(4)),
         raw({"params/w": [1]}, bytes(4)),
-        raw(
-            b'{"params/w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' * 1 + b'"params/w":{}}', bytes(4)
-        ),
-        pack(
-            {"other/w": torch.ones(1)}, json.loads(unpack(MESSAGE.to_bytes())[1].__repr__().replace("'", '"'))
-        ),
+        raw(b'{"params/w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' * 1 + b'"params/w":{}}', bytes(4)),
+        pack({"other/w": torch.ones(1)}, json.loads(unpack(MESSAGE.to_bytes())[1].__repr__().replace("'", '"'))),
         pack({"params": torch.ones(1)}, unpack(MESSAGE.to_bytes())[1]),
     ],
 )

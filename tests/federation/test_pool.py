@@ -127,9 +127,7 @@ def test_closing_ends_workers_in_the_middle_of_a_job() -> None:
         pids.append(facts["pid"])
         made.close()
 
-    assert [result.header["status"] for result in made.map([Job("sleep", {"seconds_s": 60})], stop)] == [
-        "lost"
-    ]
+    assert [result.header["status"] for result in made.map([Job("sleep", {"seconds_s": 60})], stop)] == ["lost"]
     wait_until_gone(pids[0])
     made.close()
 

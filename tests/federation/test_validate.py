@@ -64,9 +64,7 @@ def test_bad_updates_are_refused_by_code(change: dict[str, Any], code: str) -> N
 def test_extras_are_checked_like_params() -> None:
     spec = {"c": torch.zeros(1)}
     assert judge(GOOD, expected_extra=spec) == "missing-name"
-    assert (
-        judge(replace(GOOD, extra={"c": torch.tensor([float("nan")])}), expected_extra=spec) == "non-finite"
-    )
+    assert judge(replace(GOOD, extra={"c": torch.tensor([float("nan")])}), expected_extra=spec) == "non-finite"
 
 
 def test_a_refusal_repeats_nothing_that_the_client_wrote() -> None:

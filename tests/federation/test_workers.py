@@ -71,9 +71,7 @@ def test_two_workers_give_the_bits_of_this_process(
         assert all(client["up_bytes"] > 0 and client["down_bytes"] > 0 for client in row["clients"])
 
 
-def test_and_the_same_handlers_in_this_process(
-    tmp_path: Path, in_process: tuple[Params, ClientState]
-) -> None:
+def test_and_the_same_handlers_in_this_process(tmp_path: Path, in_process: tuple[Params, ClientState]) -> None:
     toy = bench(tmp_path)
     check_same(tmp_path, InlinePool({"train": train_handler(toy.endpoint())}), in_process)
 
@@ -105,9 +103,7 @@ def test_a_client_whose_worker_is_killed_is_lost_and_the_round_goes_on(
     without.settings = toy.settings
     first = iter([True, False, False])
     expected = without.run(
-        without.transport(
-            lambda replies: [r for r in replies if r.client != "cyd"] if next(first) else replies
-        ),
+        without.transport(lambda replies: [r for r in replies if r.client != "cyd"] if next(first) else replies),
         stop_after=1,
     )
     assert equal(toy_round_one(toy), expected)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory.models import FAMILIES, tiny, tokens, with_memory
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from fednl.errors import BackboneError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, rules
+from memory.models import FAMILIES, tiny, tokens, with_memory
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 windows = pytest.mark.parametrize("window", [0, 8])
@@ -275,7 +275,7 @@ def test_refusals_name_the_cause() -> None:
         MemoryCache(model).crop(-2)
     odd = tiny()
     del odd.model.layers[1].self_attn.k_proj
-    with pytest.raises(BackboneError, match="Attention layer 1 .* has no k_proj"):
+    with pytest.raises(BackboneError, match=r"Attention layer 1 .* has no k_proj"):
         attach_memory(odd, MemoryConfig())
 
 

@@ -417,9 +417,7 @@ def test_batch_rows_do_not_see_each_other() -> None:
 @BOTH
 def test_grouped_heads_equal_repeated_keys_and_values(rule: Rule) -> None:
     x = make(40, group=3, decay=0.1)
-    repeated = {
-        n: y if n == "q" else y.repeat_interleave(3, dim=1 if n == "state" else 2) for n, y in x.items()
-    }
+    repeated = {n: y if n == "q" else y.repeat_interleave(3, dim=1 if n == "state" else 2) for n, y in x.items()}
     out, state = rule(**x)
     expected, expected_state = rule(**repeated)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -554,9 +552,7 @@ def test_work_and_memory_grow_linearly() -> None:
         ({"doc_ids": (2, 1)}, r"doc_ids has shape \(2, 1\)"),
     ],
 )
-def test_wrong_shapes_are_named(
-    rule: Rule, tokens: int, changes: dict[str, tuple[int, ...]], message: str
-) -> None:
+def test_wrong_shapes_are_named(rule: Rule, tokens: int, changes: dict[str, tuple[int, ...]], message: str) -> None:
     x = make(tokens, decay=0.1, docs=True)
     for name, shape in changes.items():
         x[name] = torch.zeros([tokens if n == -1 else n for n in shape], dtype=x[name].dtype)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory.models import tiny, tokens, with_memory
 from safetensors.torch import load_file, save_file
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, load_rules, rules, save_rules
+from memory.models import tiny, tokens, with_memory
 
 
 def test_round_trip_gives_bit_equal_outputs(tmp_path: Path) -> None:

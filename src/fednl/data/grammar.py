@@ -61,9 +61,7 @@ _REASONS = _phrases(
 )
 _NATURE = _words("""rain wind snow fog mist frost thunder sunlight dust smoke""")
 _MOVES = _words("""drifted settled spread hung rolled moved crept lingered gathered faded""")
-_SPEECH = _phrases(
-    """thought|said|believed|had heard|knew|used to say|was sure|had read|kept repeating|doubted"""
-)
+_SPEECH = _phrases("""thought|said|believed|had heard|knew|used to say|was sure|had read|kept repeating|doubted""")
 
 _PATTERNS = (
     "The {adjective} {person} {verb} the {look} {object} near the {place}.",

@@ -105,9 +105,7 @@ def _counter_state(rng: random.Random, events: int) -> Needle:
     )
 
 
-def _about_keys(
-    rng: random.Random, keys: Sequence[str], values: Sequence[str], event: str, question: str
-) -> Needle:
+def _about_keys(rng: random.Random, keys: Sequence[str], values: Sequence[str], event: str, question: str) -> Needle:
     """One event per key; other events' values are the wrong answers, topped up where they are too few."""
     queried = rng.randrange(len(keys))
     observed = [value for i, value in enumerate(values[: len(keys)]) if i != queried]

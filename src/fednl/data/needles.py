@@ -34,8 +34,7 @@ def client_names(settings: DataSettings) -> list[str]:
     for name in settings.hold_out_clients:
         if name not in names:
             raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from'
-                f" {', '.join(names)}."
+                f'data.hold-out-clients names "{name}", which does not take part; choose from {", ".join(names)}.'
             )
     return names
 

@@ -49,9 +49,7 @@ def public_needle(rng: random.Random, most_events: int = MOST_EVENTS) -> Needle:
     wrong = rng.sample(observed, min(len(observed), CANDIDATES - 1))
     wrong += values[count:][: CANDIDATES - 1 - len(wrong)]
     candidates, gold = shuffled(rng, values[queried], wrong)
-    return Needle(
-        tuple(events), queried, rng.choice(PREFIXES) + question, candidates, gold, unique=tuple(values)
-    )
+    return Needle(tuple(events), queried, rng.choice(PREFIXES) + question, candidates, gold, unique=tuple(values))
 
 
 def _wording(rng: random.Random, relations: list[Relation]) -> tuple[Relation, str, str]:
@@ -74,9 +72,7 @@ def _distinct(rng: random.Random, draw: Draw, count: int, taken: list[str]) -> l
     return found
 
 
-def build_public(
-    tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, seed: int
-) -> list[NeedleExample]:
+def build_public(tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, seed: int) -> list[NeedleExample]:
     """Makes practice examples: 2 to 6 facts of many kinds in generated filler, a question about one.
 
     No client's sentence, kind of value or list of keys is used. A budget of less than about 200 tokens gets

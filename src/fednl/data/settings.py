@@ -25,9 +25,7 @@ class DataSettings(BaseModel):
             Python), `"generated"` (sentences from a small grammar), or the path of a UTF-8 text file.
     """
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True)
 
     task: str = "needles"
     tokens: int = Field(default=320, ge=1)

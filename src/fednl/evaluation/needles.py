@@ -142,10 +142,7 @@ def _paired(first: str, second: str, arms: Mapping[str, Clients]) -> tuple[Clien
 
 
 def _values(clients: Clients, metric: str) -> dict[str, list[float]]:
-    return {
-        client: [float(getattr(outcome, _FIELD[metric])) for outcome in found]
-        for client, found in clients.items()
-    }
+    return {client: [float(getattr(outcome, _FIELD[metric])) for outcome in found] for client, found in clients.items()}
 
 
 def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int) -> list[Row]:

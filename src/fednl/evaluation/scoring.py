@@ -168,9 +168,7 @@ def _forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: i
     """One call of the model on new tokens; `mask` is theirs, the `past` tokens before them are all real."""
     seen = torch.ones(tokens.shape[0], past, dtype=torch.long, device=tokens.device)
     arguments = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": keep}
-    logits: Tensor = model(
-        input_ids=tokens, attention_mask=torch.cat([seen, mask], dim=1), **arguments
-    ).logits
+    logits: Tensor = model(input_ids=tokens, attention_mask=torch.cat([seen, mask], dim=1), **arguments).logits
     return logits
 
 
@@ -190,9 +188,7 @@ def _score_group(
     if width > 1:
         cache.batch_repeat_interleave(count)
         # The last token's own logits predict nothing that is scored, so the last token is not fed.
-        logits = torch.cat(
-            [logits, _forward(model, tokens[:, :-1], real[:, :-1], cache, past, keep=0)], dim=1
-        )
+        logits = torch.cat([logits, _forward(model, tokens[:, :-1], real[:, :-1], cache, past, keep=0)], dim=1)
     logits = logits.float()
     logprobs = logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(dim=2)
     likeliest = logits.argmax(dim=2) == tokens

@@ -204,9 +204,7 @@ class _AdamW:
     def __init__(self, params: Params, moved: list[str], state: ClientState, plan: LocalPlan) -> None:
         self._plan = plan
         self._leaves = copy({name: params[name] for name in moved})
-        self._optimizer = (
-            torch.optim.AdamW(self._leaves.values(), plan.lr, weight_decay=0.0) if moved else None
-        )
+        self._optimizer = torch.optim.AdamW(self._leaves.values(), plan.lr, weight_decay=0.0) if moved else None
         if plan.optimizer_state == "keep" and "optimizer/step" in state:
             for name, leaf in self._leaves.items():
                 self._restore(name, leaf, state)

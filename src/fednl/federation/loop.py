@@ -127,9 +127,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     )
     after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
-        raise FednlError(
-            f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume."
-        )
+        raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 
@@ -156,9 +154,7 @@ def _ask(fed: Federation, shared: Params, number: int, asked: list[str]) -> tupl
             take(queue.put(verdict.client, verdict.message))
             progress.client_done(verdict.client, ledger)
     take(queue.rest())
-    combined = Message(
-        params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number
-    )
+    combined = Message(params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number)
     return combined, ledger
 
 
@@ -171,14 +167,10 @@ def _check_start(
         check_shared(params, algorithm.lets_out)
     examples = transport.examples()
     if not clients or (len(examples) == len(clients) and not any(examples.values())):
-        raise DataError(
-            f"None of the {len(clients)} clients has a training example: check [data] and its files."
-        )
+        raise DataError(f"None of the {len(clients)} clients has a training example: check [data] and its files.")
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
-            raise SettingsError(
-                f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it."
-            )
+            raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
     return tuple(algorithm.shared(params))
 
 
@@ -186,9 +178,7 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
     valid = ledger.valid()
     if valid >= fed.settings.quorum:
         return ""
-    return (
-        f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
-    )
+    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
 
 
 class _Steps:
@@ -219,6 +209,4 @@ class _Steps:
 
     def _tell(self, event: str, client: str, facts: Mapping[str, Any], done: int, total: int) -> None:
         rounds = self._fed.training.rounds
-        self._fed.tell(
-            event, round=self._number, rounds=rounds, client=client, **facts, done=done, total=total
-        )
+        self._fed.tell(event, round=self._number, rounds=rounds, client=client, **facts, done=done, total=total)

@@ -227,6 +227,4 @@ class _Worker:
                 self._is_ready = True
                 return stdin, stdout
             self._restart()
-        raise FednlError(
-            f"A worker ({' '.join(self._command[1:3])}) ended before it was ready; see its words above."
-        )
+        raise FednlError(f"A worker ({' '.join(self._command[1:3])}) ended before it was ready; see its words above.")

@@ -132,9 +132,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
                 "the settings of that run, or start a new one."
             )
     if _layout(checkpoint.params) != _layout(params):
-        raise CheckpointError(
-            f"The checkpoints in {folder} hold other rules than this model has: start anew."
-        )
+        raise CheckpointError(f"The checkpoints in {folder} hold other rules than this model has: start anew.")
     if checkpoint.skipped:
         fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
     fed.transport.restore(checkpoint.client_states)

@@ -53,9 +53,7 @@ def check_update(
     if message.client != client:
         raise MessageError("unknown-client", f'A reply from client "{client}" carries another name.')
     if message.round != round or message.run != run:
-        raise MessageError(
-            "stale-round", f'The reply of client "{client}" is not for round {round} of this run.'
-        )
+        raise MessageError("stale-round", f'The reply of client "{client}" is not for round {round} of this run.')
     # bool is an int in Python, and a weight of True would pass for one example.
     if type(message.num_examples) is not int or not 0 <= message.num_examples <= MOST_EXAMPLES:
         raise MessageError("num-examples", f'Client "{client}" must have from 0 to {MOST_EXAMPLES} examples.')
@@ -79,8 +77,6 @@ def _check_tensors(sent: Params, expected: Mapping[str, torch.Tensor], client: s
                 "shape", f'Client "{client}" sent "{name}" as {list(tensor.shape)}, not {list(model.shape)}.'
             )
         if tensor.dtype != model.dtype:
-            raise MessageError(
-                "dtype", f'Client "{client}" sent "{name}" as {tensor.dtype}, not {model.dtype}.'
-            )
+            raise MessageError("dtype", f'Client "{client}" sent "{name}" as {tensor.dtype}, not {model.dtype}.')
         if not bool(torch.isfinite(tensor).all()):
             raise MessageError("non-finite", f'Client "{client}" sent "{name}" with NaN or infinity in it.')

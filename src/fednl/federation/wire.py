@@ -32,8 +32,7 @@ def pack(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any] | None =
         header: what JSON can hold; floats must be finite.
     """
     plain = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
     # One metadata key: safetensors keeps its metadata in a hash map, whose order would differ between runs.
     text = json.dumps(dict(header or {}), sort_keys=True, ensure_ascii=True, allow_nan=False)
@@ -67,9 +66,7 @@ def unpack(buffer: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def malformed(why: str) -> MessageError:
     """Gives the refusal of bytes or fields that are not what they must be."""
-    return MessageError(
-        "malformed", f"The message is refused, as {why}; the sender must run the same version."
-    )
+    return MessageError("malformed", f"The message is refused, as {why}; the sender must run the same version.")
 
 
 def _checked_layout(buffer: bytes) -> dict[str, Any]:

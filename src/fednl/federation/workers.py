@@ -72,9 +72,7 @@ def train_handler(endpoint: Endpoint) -> Handler:
         endpoint: what a client does with a message and its state.
     """
 
-    def handle(
-        job: dict[str, Any], blobs: list[bytes], on_progress: OnProgress
-    ) -> tuple[dict[str, Any], Blobs]:
+    def handle(job: dict[str, Any], blobs: list[bytes], on_progress: OnProgress) -> tuple[dict[str, Any], Blobs]:
         payload, state = blobs
         return {}, call_endpoint(endpoint, job["client"], payload, state, lambda _, facts: on_progress(facts))
 

@@ -228,7 +228,9 @@ def _before(owner: Attachment) -> Any:
     """The decoder's pre-hook: settles the cache and the positions of the pass."""
     names = list(inspect.signature(owner.decoder.forward).parameters)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         like = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
         batch, tokens = like.shape[:2]
@@ -293,7 +295,7 @@ def _own_cache(owner: Attachment, kwargs: dict[str, Any], names: list[str]) -> M
                 f"A {type(given).__name__} that already holds tokens cannot serve a model with memory; "
                 "start the conversation with fednl.MemoryCache(model)."
             )
-        given = MemoryCache(owner.decoder)  # type: ignore[arg-type]
+        given = MemoryCache(owner.decoder)
     if isinstance(given, MemoryCache):
         given.check_owner(owner)
         kwargs[CACHE_NAMES[0] if CACHE_NAMES[0] in names else CACHE_NAMES[1]] = given
@@ -328,15 +330,14 @@ def _attend(
         raise BackboneError(
             f"attention_mask has shape {list(attention_mask.shape)}; under a window it must be [batch, tokens]."
         )
-    context: PassContext = kwargs[CONTEXT]
-    window = context.window
-    assert window is not None
-    site = next(h for h in _sites(module))
+    site = next(_sites(module))
     frame = site.frames[-1]
+    window = frame.context.window
+    assert window is not None
     head_dim = query.shape[-1]
 
     def heads(raw: Tensor) -> Tensor:
-        return raw.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        return raw.view(*raw.shape[:2], -1, head_dim).transpose(1, 2)
 
     layer = None if frame.cache is None else frame.cache.layers[site.index]
     old = None if layer is None else layer.tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fednl.errors import BackboneError
-from fednl.memory.attach import attachment
+from fednl.memory.sites import attachment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -126,7 +126,7 @@ class MemoryLayer(nn.Module):
         projected = own.to(x.dtype)
         if self.projection is not None:
             projected = projected + self.projection(x, name)
-        return projected.unflatten(-1, (-1, self.head_dim))
+        return projected.view(*projected.shape[:2], -1, self.head_dim)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -185,9 +185,7 @@ def _start(k: Tensor, v: Tensor, state: Tensor | None, dtype: torch.dtype) -> Te
     return torch.zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype, device=k.device)
 
 
-def _log_factors(
-    beta: Tensor, log_decay: Tensor | None, doc_ids: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
+def _log_factors(beta: Tensor, log_decay: Tensor | None, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The log decay with a full reset at each document's first token; None if nothing scales the state."""
     log = None if log_decay is None else log_decay.to(dtype).clamp(min=_FORGET)
     if doc_ids is None:
@@ -257,9 +255,7 @@ class _Segment(NamedTuple):
     carry: Tensor | None  # [M, C, 1]: exp(c_C - c)
 
 
-def _solve(
-    start: Tensor, chunk: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log: Tensor | None
-) -> _Segment:
+def _solve(start: Tensor, chunk: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log: Tensor | None) -> _Segment:
     """Everything of a segment but its answers; `start` is [batch * kv_heads, key_dim, value_dim]."""
     heads = k.shape[2]
     kq = _stack(_rows(q, heads, chunk), start.dtype, _rows(k, heads, chunk))
@@ -277,9 +273,7 @@ def _solve(
     gram = _mask_(torch.bmm(kq, k_rows.mT), pair)
     identity = torch.eye(chunk, dtype=gram.dtype, device=gram.device).expand(total, chunk, chunk)
     # Reads only what is strictly below the diagonal. The Neumann series loses every digit when keys repeat.
-    inverse = torch.linalg.solve_triangular(
-        gram[:, :chunk] * strength, identity, upper=False, unitriangular=True
-    )
+    inverse = torch.linalg.solve_triangular(gram[:, :chunk] * strength, identity, upper=False, unitriangular=True)
     scaled = inverse * strength.mT
     u = torch.bmm(scaled, v_rows)
     w = torch.bmm(scaled if read is None else scaled * read.mT, k_rows)
@@ -416,7 +410,8 @@ class _ChunkedDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, saved, chunk = ctx.saved_tensors[:5], ctx.saved_tensors[5:], ctx.chunk
+        kept, chunk = ctx.saved_tensors, ctx.chunk  # read once: under checkpointing a second read is an error
+        inputs, saved = kept[:5], kept[5:]
         heads, fields = inputs[1].shape[2], len(_Segment._fields)
         grads = [None if x is None else torch.empty_like(x) for x in inputs]
         d_memory = d_state.flatten(0, 1)

@@ -94,7 +94,9 @@ def read_rules(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         tensors = {name: t.float() for name, t in load_file(folder / TENSORS).items()}
     except (ValueError, SafetensorError) as error:
-        raise CheckpointError(f"The rules in {folder} are damaged ({type(error).__name__}); save them again.") from error
+        raise CheckpointError(
+            f"The rules in {folder} are damaged ({type(error).__name__}); save them again."
+        ) from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         found = description.get("format") if isinstance(description, dict) else None
         raise CheckpointError(f"The rules in {folder} have format {found}; this version reads format {FORMAT}.")

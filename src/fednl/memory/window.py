@@ -97,7 +97,7 @@ def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like:
         like: any tensor of the backbone's dtype and device.
     """
     index, cache = ctx.index, ctx.cache
-    batch, tokens = index.shape
+    tokens = index.shape[1]
     cached = None if cache is None else cache.positions
     positions = index if cached is None else torch.cat([cached, index], dim=1)
     padded = ctx.keep is not None or (cache is not None and cache.has_padding)
@@ -164,9 +164,7 @@ def window_attention(
         if window.allowed is not None:
             allowed = window.allowed
         else:
-            allowed = _visible(
-                window.positions[:, past + start : last], window.positions[:, first:last], window.tokens
-            )
+            allowed = _visible(window.positions[:, past + start : last], window.positions[:, first:last], window.tokens)
         allowed = torch.cat([window.sinks_allowed[:, start:stop], allowed], dim=-1)[:, None, None]
 
         def grouped(x: Tensor, start: int = start, stop: int = stop) -> Tensor:

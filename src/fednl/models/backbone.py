@@ -175,9 +175,7 @@ def _read_config(place: _Place, common: dict[str, Any]) -> PretrainedConfig:
     heads = [name for name in config.architectures or [] if not name.endswith(("ForCausalLM", "LMHeadModel"))]
     if heads or config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         found = heads[0] if heads else config.model_type
-        raise BackboneError(
-            f"backbone.id = {place.name!r} is no causal language model but {found}; name another."
-        )
+        raise BackboneError(f"backbone.id = {place.name!r} is no causal language model but {found}; name another.")
     if getattr(config, "quantization_config", None) is not None:
         raise BackboneError(
             f"backbone.id = {place.name!r} is a quantised copy; name the full-precision model behind it."

@@ -152,9 +152,7 @@ def _left_out(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _with_rounds(found: Mapping[str, Sequence[object]]) -> str:
-    return "; ".join(
-        escape(words) + (f" ({where(rounds)})" if rounds else "") for words, rounds in found.items()
-    )
+    return "; ".join(escape(words) + (f" ({where(rounds)})" if rounds else "") for words, rounds in found.items())
 
 
 def _backbone(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -189,11 +187,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
         if window
         else "full attention, whose cache grows with context"
     )
-    parts = [
-        f"{key} {escape(memory[key])}"
-        for key in ("layers", "rule", "rank", "mixing", "start")
-        if key in memory
-    ]
+    parts = [f"{key} {escape(memory[key])}" for key in ("layers", "rule", "rank", "mixing", "start") if key in memory]
     return ", ".join([*parts, seen])
 
 
@@ -217,9 +211,7 @@ def _training(config: Mapping[str, Any]) -> str:
     shared = federation.get("shared", "?")
     names = shared if isinstance(shared, str) else ", ".join(shared)
     parts = [f"{escape(federation.get('algorithm', '?'))}, shared {escape(names)}"]
-    parts += [
-        f"{key} {training[key]}" for key in ("rounds", "local-steps", "batch", "local-lr") if key in training
-    ]
+    parts += [f"{key} {training[key]}" for key in ("rounds", "local-steps", "batch", "local-lr") if key in training]
     seed = _section(config, "run").get("seed")
     return ", ".join(parts) + (f", seed {seed}" if seed is not None else "")
 
@@ -227,9 +219,7 @@ def _training(config: Mapping[str, Any]) -> str:
 def _software(environment: Mapping[str, Any]) -> str:
     packages = environment.get("packages")
     names = ("fednl", "torch", "transformers")
-    parts = [
-        f"{name} {packages[name]}" for name in names if isinstance(packages, Mapping) and name in packages
-    ]
+    parts = [f"{name} {packages[name]}" for name in names if isinstance(packages, Mapping) and name in packages]
     if "python" in environment:
         parts.append(f"Python {environment['python']}")
     if "machine" in environment:
@@ -238,9 +228,7 @@ def _software(environment: Mapping[str, Any]) -> str:
         parts.append(f"{environment['cpu_count']} processors")
     if "commit" in environment:
         changed = environment.get("changed_files")
-        parts.append(
-            f"commit {environment['commit']}" + (f" with {changed} changed files" if changed else "")
-        )
+        parts.append(f"commit {environment['commit']}" + (f" with {changed} changed files" if changed else ""))
     return escape(", ".join(parts)) or "not recorded"
 
 

@@ -139,8 +139,7 @@ def _result(task: str, rows: Sequence[Row], run: Run) -> list[str]:
     drops = [row for row in rows if row["metric"] == "aggregation_drop_pp"]
     if drops:
         body = [
-            [escape(row["client"]), f"{row['value']:+.1f}{_bracket(row, 1, '+.1f')}", str(row["n"])]
-            for row in drops
+            [escape(row["client"]), f"{row['value']:+.1f}{_bracket(row, 1, '+.1f')}", str(row["n"])] for row in drops
         ]
         parts += [
             "### Aggregation drop (local-only minus federated accuracy), pp",
@@ -231,9 +230,7 @@ def _leak_line(rows: Sequence[Row]) -> list[str]:
     row = _index(rows).get(("events-removed", MACRO, "candidates"))
     if row is None:
         return []
-    verdict = (
-        "above chance: the prompts give answers away" if leaks(rows) else "not above chance, as it must be"
-    )
+    verdict = "above chance: the prompts give answers away" if leaks(rows) else "not above chance, as it must be"
     return [f"With the events removed the answers are {verdict}."]
 
 

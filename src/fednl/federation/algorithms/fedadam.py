@@ -48,9 +48,7 @@ class FedAdam(FedAvg):
     Settings: ClassVar[type[BaseModel]] = FedAdamSettings
     traits: ClassVar[Traits] = Traits(one_client_is_local=False, identical_clients_unchanged=False)
 
-    def server_step(
-        self, params: Params, combined: Message, server_state: ClientState
-    ) -> tuple[Params, ClientState]:
+    def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Takes one Adam step, in float64; the state is `first/NAME` and `second/NAME`.
 
         Args:

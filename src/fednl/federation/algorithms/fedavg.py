@@ -97,9 +97,7 @@ class FedAvg:
 
         return personal(received.params, state), state
 
-    def gradient(
-        self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem
-    ) -> Params:
+    def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
         """Gives the gradient of the batch's loss plus the penalty, for the names that local steps move.
 
         Args:
@@ -171,9 +169,7 @@ class FedAvg:
         kept = copy({f"private/{name}": tensor for name, tensor in params.items() if name not in travels})
         return Message(sent, num_examples=problem.num_examples), {**state, **kept}
 
-    def server_step(
-        self, params: Params, combined: Message, server_state: ClientState
-    ) -> tuple[Params, ClientState]:
+    def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Turns the combined reply into new shared rules and a new server state; here the mean itself.
 
         Args:

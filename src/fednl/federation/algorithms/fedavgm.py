@@ -38,9 +38,7 @@ class FedAvgM(FedAvg):
     Settings: ClassVar[type[BaseModel]] = FedAvgMSettings
     traits: ClassVar[Traits] = Traits(one_client_is_local=False, identical_clients_unchanged=False)
 
-    def server_step(
-        self, params: Params, combined: Message, server_state: ClientState
-    ) -> tuple[Params, ClientState]:
+    def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Steps along the pseudo-gradient with momentum, in float64; the state is `momentum/NAME`.
 
         Args:
