@@ -188,6 +188,9 @@ def test_a_table_of_anything_is_refused_and_nothing_else(table: dict[str, object
         ("every:2", 6, [1, 3, 5]),
         ("every:3", 7, [2, 5]),
         ("every:1", 2, [0, 1]),
+        ("2", 3, [2]),
+        ("8,9,14-16", 30, [8, 9, 14, 15, 16]),
+        ("4-5,0,5", 6, [0, 4, 5]),
     ],
 )
 def test_layers_are_counted_from_zero(layers: str, total: int, numbers: list[int]) -> None:
@@ -197,3 +200,7 @@ def test_layers_are_counted_from_zero(layers: str, total: int, numbers: list[int
 def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(SettingsError, match=r'layers = "last:31".* 30 layers'):
         MemoryConfig(layers="last:31").layer_numbers(30)
+    with pytest.raises(SettingsError, match=r'layers = "8,30": the backbone has layers 0 to 29'):
+        MemoryConfig(layers="8,30").layer_numbers(30)
+    with pytest.raises(SettingsError, match="layers 0 to 29"):
+        MemoryConfig(layers="9-8").layer_numbers(30)

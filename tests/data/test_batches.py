@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from typing import Any
@@ -97,3 +98,12 @@ def test_passes_and_seeds_differ_in_order() -> None:
     assert [one.index for one in examples] == list(range(12))
     with pytest.raises(ValueError, match="at least one"):
         list(iterate_batches(examples, 0, 1, random.Random(0)))
+
+
+def test_further_questions_follow_the_first_answer_in_training_only() -> None:
+    one = dataclasses.replace(_example([1, 2], [3]), further=(((4, 5), (6,)), ((7,), (8, 9))))
+    batch = collate([one, _example([1], [2])], PAD)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 0, 0, 0, 0, 0, 0, 0]]
+    assert batch["labels"][0].tolist() == [-100, -100, 3, -100, -100, 6, -100, 8, 9]
+    assert batch["attention_mask"].sum(1).tolist() == [9, 2]
+    assert collate([one], PAD, training=False)["input_ids"].tolist() == [[1, 2]]

@@ -282,3 +282,20 @@ def test_any_budget_that_is_accepted_is_kept(
         assert edges == sorted(edges)
         assert edges[0] >= 8
         assert edges[-1] <= min(one.question_start, tokens - window)
+
+
+def test_training_may_ask_for_more_of_a_haystack_and_testing_never_does(settings: Make, tokenizer: Any) -> None:
+    one = build(settings(train=6, test=2), tokenizer, WINDOW_TOKENS, "candidates", 0)
+    many = build(settings(train=6, test=2, questions=3), tokenizer, WINDOW_TOKENS, "candidates", 0)
+    for client, splits in many.items():
+        assert splits.test == one[client].test
+        for example, plain in zip(splits.train, one[client].train, strict=True):
+            assert plain.further == () and example.prompt_ids == plain.prompt_ids
+            assert len(example.further) == (0 if client == "counter-state" else 2)
+            texts = [event.text for event in example.events]
+            asked = [texts[example.queried]]
+            for question, answer in example.further:
+                assert tokenizer.decode(question).startswith("\nQuestion: ")
+                assert tokenizer.decode(question).endswith(" Answer:")
+                asked += [text for text in texts if tokenizer.decode(answer).strip() in text]
+            assert len(set(asked)) == len(asked) == (1 if client == "counter-state" else 3)

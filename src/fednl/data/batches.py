@@ -1,4 +1,4 @@
-"""From examples to tensors: right-padded batches with the loss on the right answer only."""
+"""From examples to tensors: right-padded batches with the loss on the right answers only."""
 
 from __future__ import annotations
 
@@ -21,25 +21,37 @@ def collate(examples: Sequence[NeedleExample], pad_id: int, training: bool = Tru
     Args:
         examples: at least one.
         pad_id: the token to fill up with; any existing one.
-        training: with the right answer after each prompt; otherwise prompts only, and no labels.
+        training: with the right answer after each prompt, and further questions with theirs where the example
+            has some; otherwise prompts only, and no labels.
 
     Returns:
         `input_ids`, `attention_mask` and `labels`, int64 `[batch, tokens]`. Labels are -100 except at the
-        right answer's tokens, where they equal `input_ids` (Hugging Face's models shift them by one).
+        right answers' tokens, where they equal `input_ids` (Hugging Face's models shift them by one).
     """
     if not examples:
         raise ValueError("a batch needs at least one example")
-    answers = [one.candidate_ids[one.gold] if training else () for one in examples]
-    longest = max(len(one.prompt_ids) + len(answer) for one, answer in zip(examples, answers, strict=True))
-    input_ids = torch.full((len(examples), longest), pad_id, dtype=torch.int64)
+    rows = [_row(one) if training else (list(one.prompt_ids), []) for one in examples]
+    longest = max(len(ids) for ids, _ in rows)
+    input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     labels = torch.full_like(input_ids, IGNORED)
-    for row, (one, answer) in enumerate(zip(examples, answers, strict=True)):
-        prompt, end = len(one.prompt_ids), len(one.prompt_ids) + len(answer)
-        input_ids[row, :end] = torch.tensor([*one.prompt_ids, *answer], dtype=torch.int64)
-        attention_mask[row, :end] = 1
-        labels[row, prompt:end] = input_ids[row, prompt:end]
+    for row, (ids, answers) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        attention_mask[row, : len(ids)] = 1
+        for start, end in answers:
+            labels[row, start:end] = input_ids[row, start:end]
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def _row(example: NeedleExample) -> tuple[list[int], list[tuple[int, int]]]:
+    """A training row: prompt, right answer, further questions with theirs; and where the answers are."""
+    ids = list(example.prompt_ids)
+    answers = []
+    for question, answer in (((), example.candidate_ids[example.gold]), *example.further):
+        ids += question
+        answers.append((len(ids), len(ids) + len(answer)))
+        ids += answer
+    return ids, answers
 
 
 def iterate_batches(

@@ -31,6 +31,7 @@ class Needle:
         candidates: four distinct answers, in the order in which they are offered.
         gold: index of the right one.
         unique: texts that the filler around the events must not hold, so that a value occurs once.
+        further: questions about the other events, each with its answer, in a random order.
     """
 
     events: tuple[str, ...]
@@ -39,6 +40,7 @@ class Needle:
     candidates: tuple[str, ...]
     gold: int
     unique: tuple[str, ...]
+    further: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class NeedleExample:
         events: the needles in the order of their positions.
         queried: index of the event asked for; where the answer needs all of them, the last.
         removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
+        further: (question, answer) tokens of more questions about the same haystack, which training may ask
+            after the first answer.
     """
 
     client: str
@@ -87,6 +91,7 @@ class NeedleExample:
     events: tuple[Event, ...]
     queried: int
     removed_ids: tuple[int, ...]
+    further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Encoded:
     question: tuple[int, ...]
     candidates: tuple[str, ...]
     candidate_ids: tuple[tuple[int, ...], ...]
+    further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def window_needed(self) -> int:
@@ -134,7 +140,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
-def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str) -> list[Encoded]:
+def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str, further: int = 0) -> list[Encoded]:
     """Encodes events, questions and answers in the wanted answer format.
 
     Args:
@@ -142,20 +148,26 @@ def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str)
         tokenizer: the backbone's.
         answer: `"letters"` lists the four options after the question and answers with a letter (the paper's
             format); otherwise the answers are the candidates' own texts.
+        further: how many of the further questions are kept at most; none where answers are letters.
     """
+    if answer == "letters":
+        further = 0
     texts: list[str] = []
     answers = [LETTERS if answer == "letters" else needle.candidates for needle in needles]
     for needle, options in zip(needles, answers, strict=True):
         texts += [f" {event}" for event in needle.events]
         texts += [_question(needle, answer)]
         texts += [f" {option}" for option in options]
+        for asked, text in needle.further[:further]:
+            texts += [f"{asked} Answer:", f" {text}"]
     ids = iter(encode_texts(tokenizer, texts))
     encoded = []
     for needle, options in zip(needles, answers, strict=True):
         events = tuple(tuple(next(ids)) for _ in needle.events)
         question = tuple(next(ids))
         candidate_ids = tuple(tuple(next(ids)) for _ in options)
-        encoded.append(Encoded(needle, events, question, tuple(options), candidate_ids))
+        more = tuple((tuple(next(ids)), tuple(next(ids))) for _ in needle.further[:further])
+        encoded.append(Encoded(needle, events, question, tuple(options), candidate_ids, more))
     return encoded
 
 

@@ -159,6 +159,7 @@ def place(
         events=tuple(events),
         queried=encoded.needle.queried,
         removed_ids=(*removed, *tail),
+        further=encoded.further,
     )
 
 

@@ -113,6 +113,8 @@ def _about_keys(rng: random.Random, keys: Sequence[str], values: Sequence[str], 
     wrong = rng.sample(observed, min(len(observed), CANDIDATES - 1))
     wrong += spare[: CANDIDATES - 1 - len(wrong)]
     candidates, gold = shuffled(rng, values[queried], wrong)
+    others = [i for i in range(len(keys)) if i != queried]
+    rng.shuffle(others)
     return Needle(
         events=tuple(event.format(key=key, value=value) for key, value in zip(keys, values, strict=False)),
         queried=queried,
@@ -120,6 +122,7 @@ def _about_keys(rng: random.Random, keys: Sequence[str], values: Sequence[str], 
         candidates=candidates,
         gold=gold,
         unique=tuple(values),
+        further=tuple((question.format(key=keys[i]), values[i]) for i in others),
     )
 
 

@@ -104,4 +104,4 @@ def _needles(
         return []
     rng = python_rng(seed, f"needles/content/{split}", client)
     needles = [CLIENTS[client](rng, settings.events) for _ in range(counts[split])]
-    return encode_needles(needles, tokenizer, answer)
+    return encode_needles(needles, tokenizer, answer, settings.questions - 1 if split == "train" else 0)

@@ -43,13 +43,18 @@ def public_needle(rng: random.Random, most_events: int = MOST_EVENTS) -> Needle:
         events.append(_fill(wording, keys[-1], attribute, value))
         asked.append((relation, attribute))
     queried = rng.randrange(count)
-    relation, attribute = asked[queried]
-    question = _fill(rng.choice(relation.questions), keys[queried], attribute, "")
+    questions = [
+        rng.choice(PREFIXES) + _fill(rng.choice(relation.questions), key, attribute, "")
+        for key, (relation, attribute) in zip(keys, asked, strict=True)
+    ]
     observed = [value for i, value in enumerate(values[:count]) if i != queried]
     wrong = rng.sample(observed, min(len(observed), CANDIDATES - 1))
     wrong += values[count:][: CANDIDATES - 1 - len(wrong)]
     candidates, gold = shuffled(rng, values[queried], wrong)
-    return Needle(tuple(events), queried, rng.choice(PREFIXES) + question, candidates, gold, unique=tuple(values))
+    others = [i for i in range(count) if i != queried]
+    rng.shuffle(others)
+    further = tuple((questions[i], values[i]) for i in others)
+    return Needle(tuple(events), queried, questions[queried], candidates, gold, tuple(values), further)
 
 
 def _wording(rng: random.Random, relations: list[Relation]) -> tuple[Relation, str, str]:
@@ -72,7 +77,9 @@ def _distinct(rng: random.Random, draw: Draw, count: int, taken: list[str]) -> l
     return found
 
 
-def build_public(tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, seed: int) -> list[NeedleExample]:
+def build_public(
+    tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, seed: int, questions: int = 1
+) -> list[NeedleExample]:
     """Makes practice examples: 2 to 6 facts of many kinds in generated filler, a question about one.
 
     No client's sentence, kind of value or list of keys is used. A budget of less than about 200 tokens gets
@@ -84,6 +91,7 @@ def build_public(tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, 
         tokens: prompt tokens of each, question included and answer excluded.
         window_tokens: the attention window, 0 for full attention.
         seed: of everything drawn, filler included.
+        questions: how many questions about its haystack training asks at most, at least 1.
 
     Raises:
         SettingsError: the window or the token budget is too small.
@@ -93,7 +101,7 @@ def build_public(tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, 
     content = python_rng(seed, "public/content")
     per_event = _EVENT_TOKENS + GAP_TOKENS
     most = max(FEWEST_EVENTS, min(MOST_EVENTS, (tokens - window_tokens - LEAD_TOKENS) // per_event))
-    encoded = encode_needles([public_needle(content, most) for _ in range(n)], tokenizer, "candidates")
+    encoded = encode_needles([public_needle(content, most) for _ in range(n)], tokenizer, "candidates", questions - 1)
     check_budget(encoded, tokens, window_tokens, "candidates")
     if not encoded:
         return []

@@ -21,6 +21,8 @@ class DataSettings(BaseModel):
         validation: validation examples per client.
         test: test examples per client.
         events: needles per haystack.
+        questions: how many of a training haystack's needles are asked for, one after the other; testing always
+            asks for one.
         filler: what surrounds the needles: `"standard-library"` (prose from the docstrings of the running
             Python), `"generated"` (sentences from a small grammar), or the path of a UTF-8 text file.
     """
@@ -36,4 +38,5 @@ class DataSettings(BaseModel):
     validation: int = Field(default=15, ge=0)
     test: int = Field(default=15, ge=0)
     events: int = Field(default=4, ge=1, le=32)
+    questions: int = Field(default=1, ge=1, le=32)
     filler: str = Field(default="standard-library", min_length=1)

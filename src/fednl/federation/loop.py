@@ -61,7 +61,7 @@ def run_rounds(
         SettingsError: `shared` matches nothing, or more clients are asked for than there are.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
-        FednlError: too many rounds in a row without a quorum.
+        FednlError: too many rounds in a row without a quorum, or no round that had one.
         Interrupted: Ctrl-C; the finished rounds are saved.
 
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
@@ -83,6 +83,11 @@ def run_rounds(
             f"go on with `fednl train --resume {run.path}`."
         ) from None
     write_final(fed, point)
+    if point.round and point.failed_rounds >= point.round:
+        raise FednlError(
+            f"None of the {point.round} rounds changed the rules, as too few clients gave a valid update; rounds.jsonl "
+            f"in {run.path} says why for each client."
+        )
     return point.params
 
 

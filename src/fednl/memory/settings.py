@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fednl.errors import SettingsError
 
-_LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*")
+_LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 
 
 def _kebab(name: str) -> str:
@@ -20,7 +20,8 @@ class MemoryConfig(BaseModel):
     """Says which layers get a memory, how it is written and read, and how far attention still reaches.
 
     Args:
-        layers: `"all"`, `"none"`, `"last:n"` (the n layers nearest the output) or `"every:n"` (each n-th).
+        layers: `"all"`, `"none"`, `"last:n"` (the n layers nearest the output) `"every:n"` (each n-th), or numbers
+            and ranges counted from 0, as in `"8,9,14-23"`.
         rule: how the state is written; `"delta"` is S += beta k (v - S k).
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
@@ -56,7 +57,7 @@ class MemoryConfig(BaseModel):
     @classmethod
     def _known_layers(cls, value: str) -> str:
         if not _LAYERS.fullmatch(value):
-            raise ValueError('write "all", "none", "last:n" or "every:n" with n at least 1')
+            raise ValueError('write "all", "none", "last:n", "every:n", or layers from 0 such as "8,9,14-23"')
         return value
 
     def layer_numbers(self, total: int) -> list[int]:
@@ -72,6 +73,8 @@ class MemoryConfig(BaseModel):
             return list(range(total))
         if self.layers == "none":
             return []
+        if self.layers[0].isdigit():
+            return self._listed(total)
         kind, _, text = self.layers.partition(":")
         number = int(text)
         if number > total:
@@ -81,3 +84,13 @@ class MemoryConfig(BaseModel):
         if kind == "last":
             return list(range(total - number, total))
         return list(range(number - 1, total, number))
+
+    def _listed(self, total: int) -> list[int]:
+        """The layers named one by one, in order and once each."""
+        found: set[int] = set()
+        for part in self.layers.split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+        if not found or max(found) >= total:
+            raise SettingsError(f'[memory] layers = "{self.layers}": the backbone has layers 0 to {total - 1}.')
+        return sorted(found)
