@@ -17,6 +17,7 @@ from torch import Tensor
 from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, training_of
 from fednl.config import Config
 from fednl.data import NeedleExample, Splits, collate, iterate_batches, partition_rows, task
+from fednl.data.fillers import generated_text
 from fednl.errors import CheckpointError
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
@@ -28,13 +29,22 @@ from fednl.federation.params import ClientState, Params
 from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
 from fednl.memory import MemoryCache, MemoryConfig
-from fednl.memory.rules_file import assign, backbone_identity, check_backbone, read_rules
+from fednl.memory.centre import centre
+from fednl.memory.rules_file import (
+    assign,
+    backbone_identity,
+    check_backbone,
+    check_settings,
+    memory_settings,
+    read_rules,
+)
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
 from fednl.runs import Run
 from fednl.seeding import python_rng
 
 PUBLIC = Path(__file__).parent / "public"
+CENTRE_SEED, CENTRE_SENTENCES = 0, 120
 IGNORED = -100
 
 
@@ -229,8 +239,12 @@ class Bench:
         return DynamicCache(config=model.config) if self._setup == "bare" else MemoryCache(model)
 
     def _load_start(self, memory: MemoryConfig) -> None:
-        """Puts the rules that `memory.start` names into the mounted memory."""
+        """Gives the mounted memory the rules that `memory.start` names; fresh ones are centred on generated text."""
         if memory.start == "fresh":
+            if memory.rank:
+                text = generated_text(python_rng(CENTRE_SEED, "centre"), CENTRE_SENTENCES)
+                ids = self.backbone.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+                centre(self.model, ids.to(self.model.device))
             return
         folder = PUBLIC / self.backbone.identity["name"] if memory.start == "public" else Path(memory.start)
         if memory.start == "public" and not folder.is_dir():
@@ -240,11 +254,8 @@ class Bench:
             )
         tensors, description = read_rules(folder)
         check_backbone(self.model, description, folder)
-        live = {name: p for name, p in self._live().items() if ".memory." in name}
-        try:
-            assign(live, tensors, str(folder))
-        except CheckpointError as error:
-            raise CheckpointError(f"memory.start: {error} Use the [memory] settings in its rules.json.") from None
+        check_settings(memory, memory_settings(description, folder), folder)
+        assign({name: p for name, p in self._live().items() if ".memory." in name}, tensors, str(folder))
 
 
 def make_algorithm(config: Config, arm: str) -> FedAvg:

@@ -301,3 +301,20 @@ def test_a_replaced_projection_is_hooked_again() -> None:
         if inner.bias is not None:
             inner.bias.mul_(1.5)
     torch.testing.assert_close(wrapped, model(ids, use_cache=False).logits)
+
+
+@families
+@windows
+def test_keys_from_context_are_the_same_in_one_pass_in_pieces_and_padded(family: str, window: int) -> None:
+    model, ids = with_memory(family, window_tokens=window, keys="context").double(), tokens(2, 41)
+    whole = model(ids, use_cache=False).logits
+    for sizes in ([7, 1, 20, 13], [1] * 41):
+        cache, parts, at = MemoryCache(model), [], 0
+        for size in sizes:
+            parts.append(model(ids[:, at : at + size], cache=cache).logits)
+            at += size
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=1e-9)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    padded = model(ids, attention_mask=mask, use_cache=False).logits[0, 9:]
+    torch.testing.assert_close(padded, model(ids[:1, 9:], use_cache=False).logits[0], atol=2e-5, rtol=1e-3)

@@ -57,7 +57,7 @@ def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) ->
 
 def test_other_settings_formats_and_folders_are_refused(tmp_path: Path) -> None:
     save_rules(with_memory(), tmp_path)
-    with pytest.raises(CheckpointError, match=r"memory\.rank = 8.*has 4"):
+    with pytest.raises(CheckpointError, match=r"memory\.rank = 8, and it is 4"):
         load_rules(attach_memory(tiny(), MemoryConfig(layers="all", rank=4)), tmp_path)
     with pytest.raises(SettingsError, match="No rules in"):
         load_rules(tiny(), tmp_path / "elsewhere")

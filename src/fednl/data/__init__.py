@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # A new task is one file and one line here.
-_TASK_BUILDERS = {"needles": "fednl.data.needles:build"}
+_TASK_BUILDERS = {"needles": "fednl.data.needles:build", "public": "fednl.data.public:build"}
 
 _HOMES = {
     "DataSettings": "settings",

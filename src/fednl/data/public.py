@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from fednl.data.examples import Needle, NeedleExample, Tokenizer, encode_needles
+from fednl.data.examples import Needle, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import FillerText, generated_text, tokenize
 from fednl.data.haystack import GAP_TOKENS, LEAD_TOKENS, check_budget, place
 from fednl.data.needle_clients import CANDIDATES, shuffled
 from fednl.data.relations import KEYS, PREFIXES, RELATIONS, VALUES, Draw, Relation
+from fednl.data.settings import DataSettings
 from fednl.errors import SettingsError
-from fednl.seeding import python_rng
+from fednl.seeding import python_rng, seed_of
 
 FEWEST_EVENTS, MOST_EVENTS = 2, 6
 # A generous size of one public event in word-piece tokens; sets how many a small budget gets.
@@ -116,3 +118,33 @@ def build_public(
         place(one, region, tokens, window_tokens, rng, client="public", split="public", index=index)
         for index, one in enumerate(encoded)
     ]
+
+
+def build(
+    settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int
+) -> dict[str, Splits]:
+    """Makes the practice task a task of its own: one client, `public`, so that `fednl train` makes public rules.
+
+    Of the settings it reads `tokens`, `questions` and the three counts. Each split has its own facts and its own
+    generated filler.
+
+    Args:
+        settings: the `[data]` section.
+        tokenizer: the backbone's.
+        window_tokens: the attention window, 0 for full attention.
+        answer: `"candidates"` or `"recall"`.
+        seed: the run's seed.
+
+    Raises:
+        SettingsError: the window or the token budget is too small, or the answer format is another.
+    """
+    if answer == "letters":
+        raise SettingsError('evaluation.answer is "letters"; the public task knows "candidates" and "recall".')
+    counts = {"train": settings.train, "validation": settings.validation, "test": settings.test}
+    splits = {}
+    for split, count in counts.items():
+        questions = settings.questions if split == "train" else 1
+        own_seed = seed_of(seed, f"public/{split}")
+        made = build_public(tokenizer, count, settings.tokens, window_tokens, own_seed, questions)
+        splits[split] = [replace(example, split=split) for example in made]
+    return {"public": Splits(**splits)}

@@ -108,18 +108,18 @@ class Site:
         if self.owner.gate_scale == 0 and frame.cache is None:
             return None
         layer = None if frame.cache is None else frame.cache.layers[self.index]
-        mixed, state = memory(
+        mixed, written = memory(
             args[0],
             frame.hidden,
             frame.raw["q"],
             frame.raw["k"],
             frame.raw["v"],
             frame.context.keep,
-            None if layer is None else layer.tensors.state,
+            None if layer is None else layer.tensors.written,
             self.owner.gate_scale,
         )
         if layer is not None and layer.pending is not None:
-            layer.pending = replace(layer.pending, state=state)
+            layer.pending = replace(layer.pending, state=written.state, context=written.context)
         return (mixed, *args[1:])
 
 

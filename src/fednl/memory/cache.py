@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fednl.errors import BackboneError
+from fednl.memory.layer import Written
 from fednl.memory.sites import attachment
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class LayerTensors:
         sink_keys: `[batch, kv_heads, sinks, head_dim]`, not rotated; `None` before the first token.
         sink_values: same shape.
         state: the memory state, `[batch, kv_heads, head_dim, head_dim]` float32; `None` is the zero state.
+        context: the running average of keys, `[batch, kv_heads, head_dim]`, with `memory.keys = "context"`.
     """
 
     keys: Tensor | None = None
@@ -38,6 +40,12 @@ class LayerTensors:
     sink_keys: Tensor | None = None
     sink_values: Tensor | None = None
     state: Tensor | None = None
+    context: Tensor | None = None
+
+    @property
+    def written(self) -> Written | None:
+        """What the memory holds, or `None` if it is empty."""
+        return None if self.state is None else Written(self.state, self.context)
 
     def map(self, function: Any) -> LayerTensors:
         """Applies `function` to every tensor that is there."""
@@ -161,7 +169,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def reset_state(self) -> None:
         """Forgets the memory states only; sinks and window stay."""
         for layer in self.layers:
-            layer.set(replace(layer.tensors, state=None))
+            layer.set(replace(layer.tensors, state=None, context=None))
 
     def clone(self) -> MemoryCache:
         """An independent copy: going on with one leaves the other as it is."""

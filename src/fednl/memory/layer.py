@@ -7,6 +7,7 @@ strength per KV head and the gate per query head are ours where the paper is sil
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from fednl.memory.operator import delta_rule
 from fednl.memory.settings import MemoryConfig
+from fednl.memory.smear import before, smear
 
 GATE_AT_START = 0.1
+DECAY_AT_START = 0.85
 NORM_EPSILON = 1e-6
 
 
@@ -32,23 +35,44 @@ class Affine(nn.Module):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-class LowRank(nn.Module):
-    """What the memory path adds to the backbone's own q, k and v: `x -> (x down) up`, zero at the start.
+class Projection(nn.Module):
+    """What the memory path adds to the backbone's own q, k and v: `x -> (x down) up + shift`, zero at the start.
 
-    The static attention path never sees it (that is what `lora` is for).
+    The static attention path never sees it (that is what `lora` is for). Only q and k have a shift: a language
+    model's keys share a large common part, which makes every key look like every other; `fednl.memory.centre`
+    sets the shift to take it away.
     """
 
-    def __init__(self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator, decays: int = 0
+    ) -> None:
         super().__init__()
+        if decays:
+            self.decay = nn.Parameter(torch.full((decays,), math.log(DECAY_AT_START / (1 - DECAY_AT_START))))
         for name, size in outputs.items():
             down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
             self.register_parameter(f"{name}_down", nn.Parameter(down))
             self.register_parameter(f"{name}_up", nn.Parameter(torch.zeros(size, rank)))
+            if name != "v":
+                self.register_parameter(f"{name}_shift", nn.Parameter(torch.zeros(size)))
 
     def forward(self, x: Tensor, name: str) -> Tensor:
         """`x [..., inputs]` -> `[..., outputs[name]]`, in `x`'s dtype."""
         down, up = getattr(self, f"{name}_down"), getattr(self, f"{name}_up")
-        return F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype))
+        shift = getattr(self, f"{name}_shift", None)
+        return F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype), None if shift is None else shift.to(x.dtype))
+
+
+class Written(NamedTuple):
+    """What a memory holds of the tokens so far.
+
+    Attributes:
+        state: `[batch, kv_heads, head_dim, head_dim]`, float32.
+        context: the running average of keys with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
+    """
+
+    state: Tensor
+    context: Tensor | None
 
 
 class MemoryLayer(nn.Module):
@@ -72,11 +96,14 @@ class MemoryLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.convex = config.mixing == "convex"
         self.chunk_tokens = config.chunk_tokens
-        self.write = Affine(hidden, kv_heads, bias=0.0)
+        self.silu = config.feature == "silu"
+        self.write = Affine(hidden, kv_heads, bias=math.log(config.write_start / (1 - config.write_start)))
         start = math.log(GATE_AT_START / (1 - GATE_AT_START)) if self.convex else GATE_AT_START
         self.gate = Affine(hidden, heads, bias=start)
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        self.projection = LowRank(hidden, sizes, config.rank, generator) if config.rank else None
+        self.from_context = config.keys == "context"
+        decays = kv_heads if self.from_context else 0
+        self.projection = Projection(hidden, sizes, config.rank, generator, decays) if config.rank else None
 
     def forward(
         self,
@@ -86,9 +113,9 @@ class MemoryLayer(nn.Module):
         k: Tensor,
         v: Tensor,
         keep: Tensor | None,
-        state: Tensor | None,
+        past: Written | None,
         gate_scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Written]:
         """Writes the new tokens into the memory, reads it, and mixes the read into the attention's output.
 
         Args:
@@ -96,31 +123,42 @@ class MemoryLayer(nn.Module):
             hidden: the layer's input after its norm, `[batch, tokens, hidden]`.
             q, k, v: the backbone's own projections of it before rotary embedding, `[batch, tokens, ...]`.
             keep: `[batch, tokens]` bool, False for padding, which writes nothing; `None` if all is real.
-            state: the memory so far, `[batch, kv_heads, head_dim, head_dim]` float32, or `None` for zero.
+            past: what earlier passes wrote, or `None` for an empty memory.
             gate_scale: 1, or 0 to close the gate.
 
         Everything is computed in float32 (float64 if the rules are), whatever the backbone's dtype.
 
         Returns:
-            The mixed output in `attended`'s dtype and shape, and the new state. Nothing is changed in place.
+            The mixed output in `attended`'s dtype and shape, and the memory after it. Nothing is changed in place.
         """
         x = hidden.to(torch.promote_types(self.write.weight.dtype, torch.float32))
         beta = torch.sigmoid(self.write(x))
         if keep is not None:
             beta = beta * keep.unsqueeze(-1)
-        read, state = delta_rule(
-            unit(F.silu(self._project(x, q, "q"))),
-            unit(F.silu(self._project(x, k, "k"))),
-            self._project(x, v, "v"),
-            beta,
-            state=state,
-            chunk_tokens=self.chunk_tokens,
-        )
+        queries, keys, context = self._match(x, q, k, keep, None if past is None else past.context)
+        values = self._project(x, v, "v")
+        old = None if past is None else past.state
+        read, state = delta_rule(queries, keys, values, beta, state=old, chunk_tokens=self.chunk_tokens)
         logits = self.gate(x)
         gate = (torch.sigmoid(logits) if self.convex else torch.tanh(logits)).unsqueeze(-1) * gate_scale
         static = attended.to(read.dtype).view(read.shape)
         mixed = (1 - gate) * static + gate * read if self.convex else static + gate * read
-        return mixed.view(attended.shape).to(attended.dtype), state
+        return mixed.view(attended.shape).to(attended.dtype), Written(state, context)
+
+    def _match(
+        self, x: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, carry: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys of length 1, and what the next pass needs to go on."""
+        feature = F.silu if self.silu else nn.Identity()
+        if not self.from_context:
+            return unit(feature(self._project(x, q, "q"))), unit(feature(self._project(x, k, "k"))), None
+        projection = self.projection
+        assert projection is not None
+        decay = torch.sigmoid(projection.decay.to(x.dtype))
+        around, carry_after = smear(feature(self._project(x, k, "k")), decay, keep, carry)
+        keys = unit(before(around, carry))
+        own = unit(around).repeat_interleave(self.heads // self.kv_heads, dim=2)
+        return unit(own + projection(x, "q").view(own.shape)), keys, carry_after
 
     def _project(self, x: Tensor, own: Tensor, name: str) -> Tensor:
         projected = own.to(x.dtype)

@@ -121,13 +121,7 @@ def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     config = memory_settings(description, folder)
     if not is_attached(model):
         attach_memory(model, config)
-    here = attachment(model).config
-    for key in ("layers", "rule", "rank", "mixing", "gate"):
-        if getattr(here, key) != getattr(config, key):
-            raise CheckpointError(
-                f"The rules in {folder} need memory.{key} = {getattr(config, key)!r}, the model has "
-                f"{getattr(here, key)!r}; attach memory with the saved settings."
-            )
+    check_settings(attachment(model).config, config, folder)
     assign(rules(model), tensors, str(folder))
     return model
 
@@ -142,6 +136,16 @@ def memory_settings(description: Mapping[str, Any], source: str | Path) -> Memor
         return MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
     except (KeyError, ValidationError) as error:
         raise CheckpointError(f"The memory settings in {source}/{DESCRIPTION} are not readable; save again.") from error
+
+
+def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path) -> None:
+    """Raises `CheckpointError` unless rules made with the settings `saved` mean the same under `here`."""
+    for key in ("layers", "rule", "rank", "feature", "mixing", "gate"):
+        mine, theirs = getattr(here, key), getattr(saved, key)
+        if mine != theirs:
+            raise CheckpointError(
+                f"The rules in {source} need memory.{key} = {theirs!r}, and it is {mine!r} here; use theirs."
+            )
 
 
 def assign(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fednl.errors import SettingsError
 
@@ -24,6 +24,10 @@ class MemoryConfig(BaseModel):
             and ranges counted from 0, as in `"8,9,14-23"`.
         rule: how the state is written; `"delta"` is S += beta k (v - S k).
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
+        keys: what a value is stored under: `"token"` is the token's own k, asked for by q; `"context"` is the running
+            average of k over the tokens before it, asked for by the average up to the asking token.
+        feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
+        write_start: the write strength that fresh rules begin with, above 0 and below 1.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
         gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token.
         window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
@@ -46,12 +50,21 @@ class MemoryConfig(BaseModel):
     layers: str = "last:15"
     rule: Literal["delta"] = "delta"
     rank: int = Field(default=8, ge=0)
+    keys: Literal["token", "context"] = "token"
+    feature: Literal["silu", "linear"] = "linear"
+    write_start: float = Field(default=0.05, gt=0, lt=1)
     mixing: Literal["additive", "convex"] = "additive"
     gate: Literal["input"] = "input"
     window_tokens: int = Field(default=64, ge=0)
     sink_tokens: int = Field(default=4, ge=0)
     chunk_tokens: int = Field(default=32, ge=1, le=1024)
     start: str = Field(default="fresh", min_length=1)
+
+    @model_validator(mode="after")
+    def _context_has_a_place(self) -> Self:
+        if self.keys == "context" and self.rank == 0:
+            raise ValueError('keys = "context" needs a projection: set rank to at least 1')
+        return self
 
     @field_validator("layers")
     @classmethod
