@@ -305,10 +305,13 @@ def test_a_replaced_projection_is_hooked_again() -> None:
 
 @families
 @windows
-def test_keys_from_context_are_the_same_in_one_pass_in_pieces_and_padded(family: str, window: int) -> None:
-    model, ids = with_memory(family, window_tokens=window, keys="context").double(), tokens(2, 41)
+@pytest.mark.parametrize("write", ["now", "leaving"])
+def test_context_keys_and_late_writes_are_the_same_in_one_pass_in_pieces_and_padded(
+    family: str, window: int, write: str
+) -> None:
+    model, ids = with_memory(family, window_tokens=window, keys="context", write=write).double(), tokens(2, 41)
     whole = model(ids, use_cache=False).logits
-    for sizes in ([7, 1, 20, 13], [1] * 41):
+    for sizes in ([7, 1, 20, 13], [1] * 41, [3, 38]):
         cache, parts, at = MemoryCache(model), [], 0
         for size in sizes:
             parts.append(model(ids[:, at : at + size], cache=cache).logits)
@@ -318,3 +321,21 @@ def test_keys_from_context_are_the_same_in_one_pass_in_pieces_and_padded(family:
     mask[0, :9] = 0
     padded = model(ids, attention_mask=mask, use_cache=False).logits[0, 9:]
     torch.testing.assert_close(padded, model(ids[:1, 9:], use_cache=False).logits[0], atol=2e-5, rtol=1e-3)
+    cache, parts = MemoryCache(model), []
+    for start, stop, pads in ((0, 5, 2), (5, 22, 3), (22, 23, 1), (23, 41, 0)):
+        piece = torch.cat([ids[:, start:stop], torch.zeros(2, pads, dtype=torch.int64)], 1)
+        mask = torch.tensor([[1] * (stop - start) + [0] * pads] * 2)
+        seen = torch.cat([torch.ones(2, cache.get_seq_length(), dtype=torch.int64), mask], 1)
+        parts.append(model(piece, attention_mask=seen, cache=cache).logits[:, : stop - start])
+    if window:
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-3)
+
+
+def test_late_writes_keep_the_window_out_of_the_memory() -> None:
+    """Until a token has left the window the state is zero; then it holds that token alone."""
+    model, ids = with_memory(layers="0", window_tokens=8, write="leaving"), tokens(1, 12)
+    cache = MemoryCache(model)
+    model(ids[:, :8], cache=cache)
+    assert not cache.layers[0].tensors.state.any()
+    model(ids[:, 8:9], cache=cache)
+    assert torch.linalg.matrix_rank(cache.layers[0].tensors.state[0, 0]) == 1

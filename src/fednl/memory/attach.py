@@ -116,10 +116,13 @@ class Site:
             frame.raw["v"],
             frame.context.keep,
             None if layer is None else layer.tensors.written,
+            frame.context.window,
             self.owner.gate_scale,
         )
         if layer is not None and layer.pending is not None:
-            layer.pending = replace(layer.pending, state=written.state, context=written.context)
+            layer.pending = replace(
+                layer.pending, state=written.state, context=written.context, waiting=written.waiting
+            )
         return (mixed, *args[1:])
 
 

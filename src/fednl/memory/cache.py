@@ -33,6 +33,7 @@ class LayerTensors:
         sink_values: same shape.
         state: the memory state, `[batch, kv_heads, head_dim, head_dim]` float32; `None` is the zero state.
         context: the running average of keys, `[batch, kv_heads, head_dim]`, with `memory.keys = "context"`.
+        waiting: what is written once it leaves the window, with `memory.write = "leaving"`.
     """
 
     keys: Tensor | None = None
@@ -41,11 +42,12 @@ class LayerTensors:
     sink_values: Tensor | None = None
     state: Tensor | None = None
     context: Tensor | None = None
+    waiting: Tensor | None = None
 
     @property
     def written(self) -> Written | None:
         """What the memory holds, or `None` if it is empty."""
-        return None if self.state is None else Written(self.state, self.context)
+        return None if self.state is None else Written(self.state, self.context, self.waiting)
 
     def map(self, function: Any) -> LayerTensors:
         """Applies `function` to every tensor that is there."""
@@ -169,7 +171,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def reset_state(self) -> None:
         """Forgets the memory states only; sinks and window stay."""
         for layer in self.layers:
-            layer.set(replace(layer.tensors, state=None, context=None))
+            layer.set(replace(layer.tensors, state=None, context=None, waiting=None))
 
     def clone(self) -> MemoryCache:
         """An independent copy: going on with one leaves the other as it is."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fednl.memory.operator import delta_rule
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.smear import before, smear
+from fednl.memory.window import WindowContext
 
 GATE_AT_START = 0.1
 DECAY_AT_START = 0.85
@@ -69,10 +70,13 @@ class Written(NamedTuple):
     Attributes:
         state: `[batch, kv_heads, head_dim, head_dim]`, float32.
         context: the running average of keys with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
+        waiting: key, value and write strength of the tokens still in the window, with `write = "leaving"`,
+            `[batch, slots, kv_heads, 2 * head_dim + 1]`, else `None`.
     """
 
     state: Tensor
     context: Tensor | None
+    waiting: Tensor | None = None
 
 
 class MemoryLayer(nn.Module):
@@ -97,6 +101,7 @@ class MemoryLayer(nn.Module):
         self.convex = config.mixing == "convex"
         self.chunk_tokens = config.chunk_tokens
         self.silu = config.feature == "silu"
+        self.leaving = config.write == "leaving"
         self.write = Affine(hidden, kv_heads, bias=math.log(config.write_start / (1 - config.write_start)))
         start = math.log(GATE_AT_START / (1 - GATE_AT_START)) if self.convex else GATE_AT_START
         self.gate = Affine(hidden, heads, bias=start)
@@ -114,6 +119,7 @@ class MemoryLayer(nn.Module):
         v: Tensor,
         keep: Tensor | None,
         past: Written | None,
+        window: WindowContext | None,
         gate_scale: float,
     ) -> tuple[Tensor, Written]:
         """Writes the new tokens into the memory, reads it, and mixes the read into the attention's output.
@@ -124,6 +130,7 @@ class MemoryLayer(nn.Module):
             q, k, v: the backbone's own projections of it before rotary embedding, `[batch, tokens, ...]`.
             keep: `[batch, tokens]` bool, False for padding, which writes nothing; `None` if all is real.
             past: what earlier passes wrote, or `None` for an empty memory.
+            window: the pass's window, or `None` under full attention.
             gate_scale: 1, or 0 to close the gate.
 
         Everything is computed in float32 (float64 if the rules are), whatever the backbone's dtype.
@@ -137,13 +144,20 @@ class MemoryLayer(nn.Module):
             beta = beta * keep.unsqueeze(-1)
         queries, keys, context = self._match(x, q, k, keep, None if past is None else past.context)
         values = self._project(x, v, "v")
+        waiting = None
+        if window is not None and self.leaving:
+            held = torch.cat([keys, values, beta.unsqueeze(-1)], -1)
+            if past is not None and past.waiting is not None:
+                held = torch.cat([past.waiting.to(held.dtype), held], 1)
+            keys, values, last = window.leaving(held).split([self.head_dim, self.head_dim, 1], -1)
+            beta, waiting = last.squeeze(-1), window.retain(held, 1)
         old = None if past is None else past.state
         read, state = delta_rule(queries, keys, values, beta, state=old, chunk_tokens=self.chunk_tokens)
         logits = self.gate(x)
         gate = (torch.sigmoid(logits) if self.convex else torch.tanh(logits)).unsqueeze(-1) * gate_scale
         static = attended.to(read.dtype).view(read.shape)
         mixed = (1 - gate) * static + gate * read if self.convex else static + gate * read
-        return mixed.view(attended.shape).to(attended.dtype), Written(state, context)
+        return mixed.view(attended.shape).to(attended.dtype), Written(state, context, waiting)
 
     def _match(
         self, x: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, carry: Tensor | None

@@ -26,6 +26,8 @@ class MemoryConfig(BaseModel):
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
         keys: what a value is stored under: `"token"` is the token's own k, asked for by q; `"context"` is the running
             average of k over the tokens before it, asked for by the average up to the asking token.
+        write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
+            holds exactly what attention no longer sees; with full attention it is always now.
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
         write_start: the write strength that fresh rules begin with, above 0 and below 1.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
@@ -51,6 +53,7 @@ class MemoryConfig(BaseModel):
     rule: Literal["delta"] = "delta"
     rank: int = Field(default=8, ge=0)
     keys: Literal["token", "context"] = "token"
+    write: Literal["now", "leaving"] = "now"
     feature: Literal["silu", "linear"] = "linear"
     write_start: float = Field(default=0.05, gt=0, lt=1)
     mixing: Literal["additive", "convex"] = "additive"

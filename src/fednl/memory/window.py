@@ -45,6 +45,9 @@ class WindowContext:
     """Positions, masks and rotations of one pass under a window. `slots` = cached tokens, then new ones.
 
     Attributes:
+        tokens: how many the window holds.
+        index: `[batch, tokens]` int64, each new token's index in its row; -1 for padding.
+        padded: whether any slot is padding.
         positions: `[batch, slots]` int64, index of each slot's token in its row; -1 for padding.
         allowed: `[batch, tokens, slots]` bool, or `None` when the pass goes in blocks (`banded`).
         sinks_allowed: `[batch, tokens, sinks]` bool: the sinks that left this query's window.
@@ -54,6 +57,8 @@ class WindowContext:
     """
 
     tokens: int
+    index: Tensor
+    padded: bool
     positions: Tensor
     allowed: Tensor | None
     sinks_allowed: Tensor
@@ -62,13 +67,29 @@ class WindowContext:
     sink_rotation: tuple[Tensor, Tensor]
     retained: int | Tensor
 
-    def retain(self, slots: Tensor) -> Tensor:
-        """Keeps the window's part of `slots [batch, heads, slots, head_dim]`, padding first."""
+    def retain(self, slots: Tensor, dim: int = 2) -> Tensor:
+        """Keeps the window's part of a tensor whose dimension `dim` is the slots, padding first."""
         if isinstance(self.retained, int):
-            cut = slots.shape[2] - self.retained
-            return slots[:, :, cut:].clone() if cut else slots
-        index = self.retained[:, None, :, None].expand(-1, slots.shape[1], -1, slots.shape[3])
-        return slots.gather(2, index)
+            cut = slots.shape[dim] - self.retained
+            return slots.narrow(dim, cut, self.retained).clone() if cut else slots
+        return _gather(slots, self.retained, dim)
+
+    def leaving(self, slots: Tensor) -> Tensor:
+        """For every new token, what the token holds that leaves the window as it comes; zeros where none does.
+
+        `slots [batch, slots, ...]` -> `[batch, tokens, ...]`.
+        """
+        tokens = self.index.shape[1]
+        if isinstance(self.retained, int) and not self.padded:
+            none = min(tokens, max(0, self.tokens + tokens - slots.shape[1]))
+            first = slots.shape[1] - tokens - self.tokens + none
+            gone = slots[:, first : first + tokens - none]
+            return torch.cat([slots.new_zeros(slots.shape[0], none, *slots.shape[2:]), gone], 1)
+        wanted = torch.where(self.index >= 0, self.index - self.tokens, -1)
+        match = (wanted.unsqueeze(2) == self.positions.unsqueeze(1)) & (wanted >= 0).unsqueeze(2)
+        there = match.any(-1)
+        found = _gather(slots, match.int().argmax(-1), 1)
+        return torch.where(there[(...,) + (None,) * (slots.ndim - 2)], found, torch.zeros_like(found))
 
     def retained_positions(self) -> Tensor:
         """`[batch, window]`: the positions that go with `retain`."""
@@ -115,6 +136,8 @@ def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like:
         retained = torch.argsort((positions >= 0).int(), dim=1, stable=True)[:, -window:]
     return WindowContext(
         tokens=window,
+        index=index,
+        padded=padded,
         positions=positions,
         allowed=None if banded else _visible(index, positions, window),
         sinks_allowed=sinks_allowed,
@@ -191,6 +214,15 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.unsqueeze(1) for part in rotation)
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+
+
+def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Picks along `dim` by `index [batch, picked]`, the same for everything else."""
+    shape = [1] * x.ndim
+    shape[0], shape[dim] = index.shape
+    sizes = list(x.shape)
+    sizes[dim] = index.shape[1]
+    return x.gather(dim, index.view(shape).expand(sizes))
 
 
 def _visible(query: Tensor, slots: Tensor, window: int) -> Tensor:
