@@ -61,9 +61,10 @@ def test_pieces_equal_one_pass_and_the_shift_takes_the_carry() -> None:
 
 def test_a_value_is_found_again_by_the_words_before_it() -> None:
     """What `keys = "context"` is for: without any training, the read after the same words is the value after them."""
-    config = MemoryConfig(keys="context", write="leaving", write_start=0.3)
+    config = MemoryConfig(keys="context", write="leaving", write_start=0.1)
     memory = MemoryLayer(16, 2, 1, 64, config, torch.Generator().manual_seed(0))
-    phrase, filler = [7, 21, 33, 48], tokens(1, 40, seed=4)[0].tolist()
+    phrase = [7, 21, 33, 48]
+    filler = [token for token in tokens(1, 60, seed=4)[0].tolist() if token not in phrase][:40]
     ids = [*filler[:10], *phrase, 60, *filler[10:], *phrase]
     k = draw(64, 64, seed=1).float()[ids][None]
     v = draw(1, len(ids), 64, seed=2).float()

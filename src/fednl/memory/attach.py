@@ -130,7 +130,7 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     """Gives a causal model a memory and freezes everything else in it.
 
     The model keeps its class, its parameters' names and its `generate()`. Fresh rules read at a gate of about
-    0.1 and write at strength 0.5.
+    0.1 and write at strength 0.05.
 
     Args:
         model: a causal language model of a supported family; changed in place.
