@@ -203,4 +203,6 @@ def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(SettingsError, match=r'layers = "8,30": the backbone has layers 0 to 29'):
         MemoryConfig(layers="8,30").layer_numbers(30)
     with pytest.raises(SettingsError, match="layers 0 to 29"):
-        MemoryConfig(layers="9-8").layer_numbers(30)
+        MemoryConfig(layers="0-999999999999").layer_numbers(30)
+    with pytest.raises(ValidationError, match='"3,9-8" has a range that runs backwards'):
+        MemoryConfig(layers="3,9-8")

@@ -254,7 +254,7 @@ class Bench:
             )
         tensors, description = read_rules(folder)
         check_backbone(self.model, description, folder)
-        check_settings(memory, memory_settings(description, folder), folder)
+        check_settings(memory, memory_settings(description, folder), folder, description["backbone"]["layers"])
         assign({name: p for name, p in self._live().items() if ".memory." in name}, tensors, str(folder))
 
 

@@ -48,6 +48,10 @@ def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) ->
     else:
         tensors[name] = tensors[name][:1].clone()
     save_file(tensors, tmp_path / "params.safetensors")
+    bare = tiny()
+    with pytest.raises(CheckpointError, match=r"layers\.(1|9)\.memory\.gate\.weight"):
+        load_rules(bare, tmp_path)
+    assert list(bare.state_dict()) == list(tiny().state_dict()) and all(p.requires_grad for p in bare.parameters())
     model = attach_memory(tiny(), MemoryConfig(layers="all", window_tokens=8, sink_tokens=2))
     before = {n: p.detach().clone() for n, p in rules(model).items()}
     with pytest.raises(CheckpointError, match=r"layers\.(1|9)\.memory\.gate\.weight"):
@@ -59,12 +63,26 @@ def test_other_settings_formats_and_folders_are_refused(tmp_path: Path) -> None:
     save_rules(with_memory(), tmp_path)
     with pytest.raises(CheckpointError, match=r"memory\.rank = 8, and it is 4"):
         load_rules(attach_memory(tiny(), MemoryConfig(layers="all", rank=4)), tmp_path)
+    with pytest.raises(CheckpointError, match=r"memory\.write = 'now', and it is 'leaving'"):
+        load_rules(with_memory(write="leaving"), tmp_path)
     with pytest.raises(SettingsError, match="No rules in"):
         load_rules(tiny(), tmp_path / "elsewhere")
     description = json.loads((tmp_path / "rules.json").read_text())
+    for damaged in ({"backbone": None}, {"memory": [1]}, {"memory": {"layers": 3}}):
+        (tmp_path / "rules.json").write_text(json.dumps(description | damaged))
+        with pytest.raises(CheckpointError, match=r"rules\.json.* save again"):
+            load_rules(tiny(), tmp_path)
     (tmp_path / "rules.json").write_text(json.dumps(description | {"format": 2}))
     with pytest.raises(CheckpointError, match="format 2"):
         load_rules(tiny(), tmp_path)
     (tmp_path / "rules.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
         load_rules(tiny(), tmp_path)
+
+
+def test_layers_are_compared_by_number_and_a_window_may_differ(tmp_path: Path) -> None:
+    model = with_memory(layers="0-2")
+    save_rules(model, tmp_path)
+    other = attach_memory(tiny(), MemoryConfig(layers="last:3", window_tokens=16, sink_tokens=0))
+    load_rules(other, tmp_path)
+    assert all(torch.equal(rule, rules(model)[name]) for name, rule in rules(other).items())

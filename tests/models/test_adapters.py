@@ -141,6 +141,21 @@ def test_two_kinds_on_one_model_train_together_and_leave_in_any_order(
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("order", [("memory", "lora"), ("lora", "memory")])
+@pytest.mark.parametrize("leaving", ["memory", "lora"])
+def test_the_backbone_trains_again_when_the_last_kind_has_left(tiny: Any, order: tuple[str, str], leaving: str) -> None:
+    model = tiny().requires_grad_(True)
+    adapters = {kind: ADAPTERS[kind]() for kind in order}
+    for kind in order:
+        adapters[kind].attach(model, SETTINGS[kind], 0)
+    adapters.pop(leaving).detach()
+    (staying,) = adapters.values()
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    assert trainable == {id(p) for p in staying.parameters().values()}
+    staying.detach()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_both_orders_compute_the_same(tiny: Any, ids: Any) -> None:
     logits = []
     for order in (("memory", "lora"), ("lora", "memory")):

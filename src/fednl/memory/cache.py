@@ -70,7 +70,15 @@ class MemoryCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to prepare: the first committed pass fills the layer."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns the cached keys and values followed by the new ones; stores nothing until the pass ends."""
+        """Returns the cached keys and values followed by the new ones; stores nothing until the pass ends.
+
+        Raises:
+            BackboneError: the model that asks has no memory attached, so that nothing would end the pass.
+        """
+        if not self._cache.in_pass:
+            raise BackboneError(
+                "A MemoryCache serves the model with memory that it was made for; this model has none attached."
+            )
         old = self.tensors
         if old.keys is not None and old.values is not None:
             key_states = torch.cat([old.keys, key_states], dim=-2)
@@ -131,6 +139,8 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.positions: Tensor | None = None
         """`[batch, slots]` int64: the index of each cached token in its row, -1 for padding."""
         self.has_padding = False
+        self.in_pass = False
+        """Whether a pass of the model with memory is using the cache now."""
 
     def check_owner(self, owner: object) -> None:
         """Raises `BackboneError` unless this cache was made for the model that `owner` attaches to."""
@@ -169,13 +179,18 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.seen_tokens, self.counts, self.positions, self.has_padding = 0, None, None, False
 
     def reset_state(self) -> None:
-        """Forgets the memory states only; sinks and window stay."""
+        """Forgets what the memory holds, also what waits to be written; sinks and window stay."""
         for layer in self.layers:
-            layer.set(replace(layer.tensors, state=None, context=None, waiting=None))
+            held = {name: getattr(layer.tensors, name) for name in ("state", "context", "waiting")}
+            layer.set(replace(layer.tensors, **{k: torch.zeros_like(v) for k, v in held.items() if v is not None}))
 
     def clone(self) -> MemoryCache:
-        """An independent copy: going on with one leaves the other as it is."""
+        """An independent copy: going on with one leaves the other as it is. `copy.deepcopy` does the same."""
         return self._mapped(lambda t: t.clone())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
+        """Copies the conversation, not the model it belongs to."""
+        return self.clone()
 
     def detach(self) -> MemoryCache:
         """The same content without its history of gradients."""
@@ -215,6 +230,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         other = MemoryCache.__new__(MemoryCache)
         Cache.__init__(other, layers=[])
         other.attachment, other.seen_tokens, other.has_padding = self.attachment, self.seen_tokens, self.has_padding
+        other.in_pass = False
         other.layers = [MemoryCacheLayer(other) for _ in self.layers]
         other.counts = None if self.counts is None else function(self.counts)
         other.positions = None if self.positions is None else function(self.positions)

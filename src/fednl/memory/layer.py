@@ -7,7 +7,8 @@ strength per KV head and the gate per query head are ours where the paper is sil
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -133,11 +134,26 @@ class MemoryLayer(nn.Module):
             window: the pass's window, or `None` under full attention.
             gate_scale: 1, or 0 to close the gate.
 
-        Everything is computed in float32 (float64 if the rules are), whatever the backbone's dtype.
+        Everything is computed in float32 (float64 if the rules are), whatever the backbone's dtype and under autocast.
 
         Returns:
-            The mixed output in `attended`'s dtype and shape, and the memory after it. Nothing is changed in place.
+            The mixed output in `attended`'s dtype and shape, with a closed gate `attended` itself; and the memory
+            after it. Nothing is changed in place.
         """
+        with torch.autocast(hidden.device.type, enabled=False):
+            read, written = self._write_and_read(hidden, q, k, v, keep, past, window)
+            return (attended if gate_scale == 0 else self._hear(attended, hidden, read, gate_scale)), written
+
+    def _write_and_read(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        past: Written | None,
+        window: WindowContext | None,
+    ) -> tuple[Tensor, Written]:
         x = hidden.to(torch.promote_types(self.write.weight.dtype, torch.float32))
         beta = torch.sigmoid(self.write(x))
         if keep is not None:
@@ -153,11 +169,26 @@ class MemoryLayer(nn.Module):
             beta, waiting = last.squeeze(-1), window.retain(held, 1)
         old = None if past is None else past.state
         read, state = delta_rule(queries, keys, values, beta, state=old, chunk_tokens=self.chunk_tokens)
-        logits = self.gate(x)
+        return read, Written(state, context, waiting)
+
+    def _hear(self, attended: Tensor, hidden: Tensor, read: Tensor, gate_scale: float) -> Tensor:
+        """Mixes the read into the attention's output, as much as the gate says."""
+        logits = self.gate(hidden.to(read.dtype))
         gate = (torch.sigmoid(logits) if self.convex else torch.tanh(logits)).unsqueeze(-1) * gate_scale
         static = attended.to(read.dtype).view(read.shape)
         mixed = (1 - gate) * static + gate * read if self.convex else static + gate * read
-        return mixed.view(attended.shape).to(attended.dtype), Written(state, context, waiting)
+        return mixed.view(attended.shape).to(attended.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves and casts as every module does, but never below float32: `model.to(bfloat16)` spares the rules."""
+
+        def spare(tensor: Tensor) -> Tensor:
+            cast = fn(tensor)
+            narrowed = cast.is_floating_point() and cast.dtype.itemsize < 4 <= tensor.dtype.itemsize
+            return tensor.to(cast.device) if narrowed else cast
+
+        super()._apply(spare, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _match(
         self, x: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, carry: Tensor | None

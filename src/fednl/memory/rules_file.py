@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
-from fednl.memory.attach import attach_memory, rules
+from fednl.memory.attach import attach_memory, detach_memory, rules
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.sites import attachment, find_decoder, is_attached
+from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 TENSORS, DESCRIPTION = "params.safetensors", "rules.json"
 FINGERPRINT_ROWS = 64
+MAY_DIFFER = {"window_tokens", "sink_tokens", "chunk_tokens", "write_start", "start"}
 SAME = ("family", "hidden", "layers", "heads", "kv_heads", "vocabulary", "fingerprint")
 
 
@@ -70,13 +72,13 @@ def save_rules(model: PreTrainedModel, folder: str | Path, *, dtype: torch.dtype
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in rules(model).items()}
-    save_file(tensors, folder / TENSORS)
+    write_atomic(folder / TENSORS, save(tensors))
     description = {
         "format": FORMAT,
         "backbone": backbone_identity(model),
         "memory": attachment(model).config.model_dump(by_alias=True, exclude={"start"}),
     }
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    write_atomic(folder / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
     return folder
 
 
@@ -119,10 +121,16 @@ def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     tensors, description = read_rules(folder)
     check_backbone(model, description, folder)
     config = memory_settings(description, folder)
-    if not is_attached(model):
+    fresh = not is_attached(model)
+    if fresh:
         attach_memory(model, config)
-    check_settings(attachment(model).config, config, folder)
-    assign(rules(model), tensors, str(folder))
+    try:
+        check_settings(attachment(model).config, config, folder, attachment(model).num_layers)
+        assign(rules(model), tensors, str(folder))
+    except CheckpointError:
+        if fresh:
+            detach_memory(model)
+        raise
     return model
 
 
@@ -134,17 +142,26 @@ def memory_settings(description: Mapping[str, Any], source: str | Path) -> Memor
     """
     try:
         return MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
-    except (KeyError, ValidationError) as error:
+    except (KeyError, AttributeError, ValidationError) as error:
         raise CheckpointError(f"The memory settings in {source}/{DESCRIPTION} are not readable; save again.") from error
 
 
-def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path) -> None:
-    """Raises `CheckpointError` unless rules made with the settings `saved` mean the same under `here`."""
-    for key in ("layers", "rule", "rank", "feature", "mixing", "gate"):
+def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, layers: int) -> None:
+    """Raises `CheckpointError` unless rules made with the settings `saved` mean the same under `here`.
+
+    Args:
+        here, saved: the settings; how far attention reaches, speed and where rules begin may differ.
+        source: for the message.
+        layers: how many layers the backbone has.
+    """
+    if here.layer_numbers(layers) == saved.layer_numbers(layers):  # "all" and "0-29" may be the same
+        saved = saved.model_copy(update={"layers": here.layers})
+    for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:
             raise CheckpointError(
-                f"The rules in {source} need memory.{key} = {theirs!r}, and it is {mine!r} here; use theirs."
+                f"The rules in {source} need memory.{key.replace('_', '-')} = {theirs!r}, and it is {mine!r} here; "
+                "use theirs."
             )
 
 
@@ -169,8 +186,14 @@ def assign(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: st
 
 
 def check_backbone(model: nn.Module, description: Mapping[str, Any], source: str | Path) -> None:
-    """Raises `BackboneError` unless the description names the backbone that `model` is."""
-    trained, here = description.get("backbone", {}), backbone_identity(model)
+    """Raises `BackboneError` unless the description names the backbone that `model` is.
+
+    Raises:
+        CheckpointError: it names none.
+    """
+    trained, here = description.get("backbone"), backbone_identity(model)
+    if not isinstance(trained, dict):
+        raise CheckpointError(f"{source}/{DESCRIPTION} does not say which backbone the rules belong to; save again.")
     differing = [key for key in SAME if trained.get(key) != here[key]]
     if differing:
         key = differing[0]

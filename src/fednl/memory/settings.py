@@ -74,6 +74,8 @@ class MemoryConfig(BaseModel):
     def _known_layers(cls, value: str) -> str:
         if not _LAYERS.fullmatch(value):
             raise ValueError('write "all", "none", "last:n", "every:n", or layers from 0 such as "8,9,14-23"')
+        if value[0].isdigit() and any(first > last for first, last in _spans(value)):
+            raise ValueError(f'"{value}" has a range that runs backwards; write the lower layer first')
         return value
 
     def layer_numbers(self, total: int) -> list[int]:
@@ -103,10 +105,13 @@ class MemoryConfig(BaseModel):
 
     def _listed(self, total: int) -> list[int]:
         """The layers named one by one, in order and once each."""
-        found: set[int] = set()
-        for part in self.layers.split(","):
-            first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-        if not found or max(found) >= total:
+        spans = _spans(self.layers)
+        if max(last for _, last in spans) >= total:
             raise SettingsError(f'[memory] layers = "{self.layers}": the backbone has layers 0 to {total - 1}.')
-        return sorted(found)
+        return sorted({number for first, last in spans for number in range(first, last + 1)})
+
+
+def _spans(layers: str) -> list[tuple[int, int]]:
+    """First and last layer of each part of a list such as `"8,9,14-23"`."""
+    parts = (part.partition("-") for part in layers.split(","))
+    return [(int(first), int(last or first)) for first, _, last in parts]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fednl.errors import BackboneError
 from fednl.memory.settings import MemoryConfig
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "qwen2")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-ATTRIBUTE = "_fednl_attachment"
+ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
+
+
+class Removable(Protocol):
+    """What detaching takes off."""
+
+    def remove(self) -> None:
+        """Takes it off."""
 
 
 @dataclass(eq=False)
@@ -29,7 +36,6 @@ class Attachment:
         layers: layer index -> its memory; layers without memory are absent.
         gate_scale: multiplies every gate; 0 inside `closed(model)`.
         implementation: the backbone's own attention implementation, put back by `detach_memory`.
-        trainable: the backbone parameters that required gradients before attaching.
         handles: what to remove on detaching.
     """
 
@@ -37,9 +43,8 @@ class Attachment:
     config: MemoryConfig
     layers: dict[int, MemoryLayer]
     implementation: str
-    trainable: list[nn.Parameter]
     gate_scale: float = 1.0
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
 
     @property
     def num_layers(self) -> int:
@@ -91,3 +96,28 @@ def attachment(model: nn.Module) -> Attachment:
 def is_attached(model: nn.Module) -> bool:
     """True if `attach_memory` was called on the model and not undone."""
     return any(ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def freeze(model: nn.Module, keep: Iterable[nn.Parameter] = ()) -> None:
+    """Stops the backbone's training, and remembers what trained in it for `thaw`.
+
+    Args:
+        model: with PEFT on it nothing changes: PEFT has frozen the backbone, and what trains is its own.
+        keep: another adapter's parameters, which stay as they are.
+    """
+    if hasattr(model, "peft_config"):
+        return
+    kept = {id(parameter) for parameter in keep}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    model.__dict__.setdefault(FROZEN, []).extend(frozen)
+
+
+def thaw(model: nn.Module) -> None:
+    """Lets the backbone train as it did before `freeze`, once neither memory nor PEFT is on the model."""
+    if is_attached(model) or hasattr(model, "peft_config"):
+        return
+    for module in model.modules():
+        for parameter in module.__dict__.pop(FROZEN, ()):
+            parameter.requires_grad_(True)

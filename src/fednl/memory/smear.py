@@ -42,7 +42,7 @@ def smear(x: Tensor, decay: Tensor, keep: Tensor | None, carry: Tensor | None) -
         rows = x[:, start : start + BLOCK_TOKENS].transpose(1, 2)
         old = (count[:, None, :, None] * log).exp() * state.unsqueeze(2)
         part = weights @ rows + old
-        state = part[:, :, -1]
+        state = part[:, :, -1].clone()  # a view would keep the whole block alive in the cache
         parts.append(part.transpose(1, 2))
     return (torch.cat(parts, 1) if parts else x), state
 

@@ -9,10 +9,11 @@ token. Source: sinks as in StreamingLLM, re-basing ours (docs/decisions).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fednl.memory.cache import MemoryCache
@@ -31,13 +32,32 @@ class PassContext:
         cache: the conversation this pass goes on with, or `None`.
         window: the window part, or `None` with `window_tokens = 0`.
         counts: `[batch]` int64, real tokens of each row after this pass.
+        gate_scale: multiplies every gate; as it was when the pass began.
+        call: where the pass is left for the call around it to commit; `None` if there is none.
     """
 
     index: Tensor
     keep: Tensor | None
     cache: MemoryCache | None
     counts: Tensor
+    gate_scale: float = 1.0
+    call: list[PassContext] | None = None
     window: WindowContext | None = None
+
+
+@dataclass
+class Block:
+    """Queries attended together, and what they may see; worked out once for all layers.
+
+    Attributes:
+        queries: which new tokens.
+        slots: the slots that hold every token they see.
+        hidden: `[batch, 1, 1, queries, sinks + slots]` bool: what a query does not see.
+    """
+
+    queries: slice
+    slots: slice
+    hidden: Tensor
 
 
 @dataclass
@@ -49,8 +69,7 @@ class WindowContext:
         index: `[batch, tokens]` int64, each new token's index in its row; -1 for padding.
         padded: whether any slot is padding.
         positions: `[batch, slots]` int64, index of each slot's token in its row; -1 for padding.
-        allowed: `[batch, tokens, slots]` bool, or `None` when the pass goes in blocks (`banded`).
-        sinks_allowed: `[batch, tokens, sinks]` bool: the sinks that left this query's window.
+        blocks: the queries, in order.
         sink_source: `[batch, sinks]` int64: which new token becomes this sink; -1 if it is cached or not there.
         query_rotation, sink_rotation: (cos, sin) of the re-based queries and of the sinks.
         retained: which slots stay: a count of last slots, or `[batch, window]` indices.
@@ -60,8 +79,7 @@ class WindowContext:
     index: Tensor
     padded: bool
     positions: Tensor
-    allowed: Tensor | None
-    sinks_allowed: Tensor
+    blocks: list[Block]
     sink_source: Tensor | None
     query_rotation: tuple[Tensor, Tensor]
     sink_rotation: tuple[Tensor, Tensor]
@@ -79,28 +97,36 @@ class WindowContext:
 
         `slots [batch, slots, ...]` -> `[batch, tokens, ...]`.
         """
-        tokens = self.index.shape[1]
-        if isinstance(self.retained, int) and not self.padded:
-            none = min(tokens, max(0, self.tokens + tokens - slots.shape[1]))
-            first = slots.shape[1] - tokens - self.tokens + none
-            gone = slots[:, first : first + tokens - none]
-            return torch.cat([slots.new_zeros(slots.shape[0], none, *slots.shape[2:]), gone], 1)
-        wanted = torch.where(self.index >= 0, self.index - self.tokens, -1)
-        match = (wanted.unsqueeze(2) == self.positions.unsqueeze(1)) & (wanted >= 0).unsqueeze(2)
-        there = match.any(-1)
-        found = _gather(slots, match.int().argmax(-1), 1)
-        return torch.where(there[(...,) + (None,) * (slots.ndim - 2)], found, torch.zeros_like(found))
+        if not self.padded:
+            tokens = self.index.shape[1]
+            first = slots.shape[1] - tokens - self.tokens
+            none = min(tokens, max(0, -first))
+            return torch.cat([torch.zeros_like(slots[:, :none]), slots[:, first + none : first + tokens]], 1)
+        nobody = (self.gone < 0)[(...,) + (None,) * (slots.ndim - 2)]
+        return _gather(slots, self.gone.clamp(min=0), 1).masked_fill(nobody, 0)
+
+    @cached_property
+    def gone(self) -> Tensor:
+        """`[batch, tokens]` int64: the slot of the token that leaves as a new one comes; -1 where none does."""
+        real = self.positions >= 0
+        # The real slots of a row hold its last tokens in order, so counting them is counting tokens.
+        rank = real.cumsum(1)
+        slot = torch.arange(real.shape[1], device=real.device).expand_as(rank)
+        of_rank = torch.full((real.shape[0], real.shape[1] + 1), -1, device=real.device)
+        of_rank = of_rank.scatter(1, torch.where(real, rank, 0), slot)
+        wanted = rank[:, real.shape[1] - self.index.shape[1] :] - self.tokens
+        return torch.where((self.index >= 0) & (wanted > 0), of_rank.gather(1, wanted.clamp(min=0)), -1)
 
     def retained_positions(self) -> Tensor:
         """`[batch, window]`: the positions that go with `retain`."""
         if isinstance(self.retained, int):
-            return self.positions[:, self.positions.shape[1] - self.retained :]
+            return self.positions[:, self.positions.shape[1] - self.retained :].clone()
         return self.positions.gather(1, self.retained)
 
     def sinks(self, new: Tensor, cached: Tensor | None) -> Tensor:
         """Merges cached sinks with those among the new tokens; both `[batch, heads, ..., head_dim]`."""
         if self.sink_source is None:
-            return new[:, :, :0] if cached is None else cached
+            return new[:, :, :0].clone() if cached is None else cached
         source = self.sink_source.clamp(min=0)[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
         fresh = new.gather(2, source)
         old = torch.zeros_like(fresh) if cached is None else cached
@@ -118,13 +144,10 @@ def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like:
         like: any tensor of the backbone's dtype and device.
     """
     index, cache = ctx.index, ctx.cache
-    tokens = index.shape[1]
     cached = None if cache is None else cache.positions
     positions = index if cached is None else torch.cat([cached, index], dim=1)
     padded = ctx.keep is not None or (cache is not None and cache.has_padding)
-    banded = tokens > 2 * BLOCK_TOKENS and (not padded or (cached is None and _contiguous(ctx)))
     slot = torch.arange(sinks, device=index.device)
-    sinks_allowed = (slot <= index.unsqueeze(-1) - window) & (index.unsqueeze(-1) >= 0)
     old_counts = ctx.counts - (index >= 0).sum(1)
     source: Tensor | None = None
     if sinks and (cache is None or cache.counts is None or bool((old_counts < sinks).any())):
@@ -139,8 +162,7 @@ def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like:
         index=index,
         padded=padded,
         positions=positions,
-        allowed=None if banded else _visible(index, positions, window),
-        sinks_allowed=sinks_allowed,
+        blocks=_blocks(index, positions, slot, window, not padded or _contiguous(positions)),
         sink_source=source,
         query_rotation=rotary(like, rebased),
         sink_rotation=rotary(like, slot.unsqueeze(0)),
@@ -157,6 +179,7 @@ def window_attention(
     sink_value: Tensor,
     window: WindowContext,
     scaling: float,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention over sinks and window; query heads share the KV head of their group.
 
@@ -168,44 +191,38 @@ def window_attention(
         sink_value: their values.
         window: the pass's positions and masks.
         scaling: factor on the scores.
+        dropout: share of the weights that is dropped, the backbone's own while it trains.
 
     Returns:
         `[batch, tokens, heads, head_dim]`, in `query`'s dtype; the softmax is computed in float32.
     """
-    batch, heads, tokens, head_dim = query.shape
+    batch, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     rebased = rotate(query_raw, window.query_rotation)
     sink_key = rotate(sink_key, window.sink_rotation)
-    past = key.shape[2] - tokens
-    block = tokens if window.allowed is not None else BLOCK_TOKENS
     outputs = []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        first = 0 if window.allowed is not None else max(0, past + start - window.tokens + 1)
-        last = past + stop
-        if window.allowed is not None:
-            allowed = window.allowed
-        else:
-            allowed = _visible(window.positions[:, past + start : last], window.positions[:, first:last], window.tokens)
-        allowed = torch.cat([window.sinks_allowed[:, start:stop], allowed], dim=-1)[:, None, None]
+    for block in window.blocks:
+        size = block.hidden.shape[3]
 
-        def grouped(x: Tensor, start: int = start, stop: int = stop) -> Tensor:
-            return x[:, :, start:stop].reshape(batch, kv_heads, group * (stop - start), head_dim)
+        def grouped(x: Tensor, block: Block = block, size: int = size) -> Tensor:
+            return x[:, :, block.queries].reshape(batch, kv_heads, group * size, head_dim)
 
         scores = torch.cat(
             [
                 grouped(rebased) @ sink_key.transpose(2, 3),
-                grouped(query) @ key[:, :, first:last].transpose(2, 3),
+                grouped(query) @ key[:, :, block.slots].transpose(2, 3),
             ],
             dim=-1,
         )
-        scores = scores.view(batch, kv_heads, group, stop - start, -1)
+        scores = scores.view(batch, kv_heads, group, size, -1)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scaling
-        scores = scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
-        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, group * (stop - start), -1)
-        out = weights @ torch.cat([sink_value, value[:, :, first:last]], dim=2)
-        outputs.append(out.view(batch, heads, stop - start, head_dim))
+        scores = scores.masked_fill(block.hidden, torch.finfo(torch.float32).min)
+        weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, group * size, -1)
+        if dropout:
+            weights = nn.functional.dropout(weights, dropout)
+        out = weights @ torch.cat([sink_value, value[:, :, block.slots]], dim=2)
+        outputs.append(out.view(batch, heads, size, head_dim))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -225,13 +242,23 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     return x.gather(dim, index.view(shape).expand(sizes))
 
 
-def _visible(query: Tensor, slots: Tensor, window: int) -> Tensor:
-    """`[batch, tokens, slots]`: real slots at distance 0 to `window - 1` before the query."""
-    distance = query.unsqueeze(2) - slots.unsqueeze(1)
-    return (distance >= 0) & (distance < window) & (slots >= 0).unsqueeze(1)
+def _blocks(index: Tensor, positions: Tensor, sink: Tensor, window: int, contiguous: bool) -> list[Block]:
+    """Cuts a long pass into blocks, so that time and memory grow with its length and not with its square."""
+    tokens, slots = index.shape[1], positions.shape[1]
+    in_blocks = contiguous and tokens > 2 * BLOCK_TOKENS
+    size, past = BLOCK_TOKENS if in_blocks else tokens, slots - tokens
+    blocks = []
+    for start in range(0, tokens, size):
+        queries = slice(start, min(start + size, tokens))
+        near = slice(max(0, past + start - window + 1) if in_blocks else 0, past + queries.stop)
+        token, there = index[:, queries].unsqueeze(2), positions[:, near].unsqueeze(1)
+        distance = token - there
+        seen = torch.cat([sink <= token - window, (distance >= 0) & (distance < window) & (there >= 0)], dim=2)
+        blocks.append(Block(queries, near, ~seen[:, None, None]))
+    return blocks
 
 
-def _contiguous(ctx: PassContext) -> bool:
+def _contiguous(positions: Tensor) -> bool:
     """True if each row's real tokens stand side by side, so that slot distance is token distance."""
-    real = ctx.index >= 0
+    real = positions >= 0
     return bool(((real[:, 1:] != real[:, :-1]).sum(1) <= 1 + (~real[:, :1]).int().sum(1)).all())

@@ -88,12 +88,8 @@ class MemoryAdapter(Adapter):
     def attach(self, model: PreTrainedModel, settings: MemoryConfig, seed: int) -> PreTrainedModel:
         """Attaches memory; a LoRA that is there already stays trainable."""
         from fednl.memory.attach import attach_memory
-        from fednl.models.lora import has_lora, lora_params
 
-        lora = [p for p in lora_params(model).values() if p.requires_grad] if has_lora(model) else []
         self._model = attach_memory(model, settings, seed=seed)
-        for parameter in lora:
-            parameter.requires_grad_(True)
         return model
 
     def detach(self) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fednl.errors import BackboneError, SettingsError
 from fednl.memory.attach import rules
 from fednl.memory.rules_file import assign
-from fednl.memory.sites import is_attached
+from fednl.memory.sites import freeze, is_attached, thaw
 from fednl.models.settings import LoraSettings
 from fednl.seeding import torch_rng
 
@@ -35,11 +35,10 @@ _PEFT_NAME = "default"
 
 @dataclass(eq=False)
 class _Lora:
-    """One model's LoRA: its settings, where it sits, and what required gradients before."""
+    """One model's LoRA: its settings and where it sits."""
 
     settings: LoraSettings
     sites: dict[str, tuple[nn.Module, str]]
-    trainable: list[nn.Parameter]
 
     def layer(self, name: str) -> Any:
         """The peft layer at a site."""
@@ -75,8 +74,8 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> Pr
     if _ATTRIBUTE in model.__dict__ or hasattr(model, "peft_config"):
         raise BackboneError("a LoRA is attached to this model already; detach it first.")
     sites, full_names = _find_sites(model, settings.targets)
-    trainable = [p for p in model.parameters() if p.requires_grad]
     rules_to_train = [p for p in rules(model).values() if p.requires_grad] if is_attached(model) else []
+    freeze(model, keep=rules_to_train)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.scale_alpha,
@@ -89,7 +88,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> Pr
     # peft freezes every parameter that is not its own.
     for rule in rules_to_train:
         rule.requires_grad_(True)
-    lora = model.__dict__[_ATTRIBUTE] = _Lora(settings, sites, trainable)
+    lora = model.__dict__[_ATTRIBUTE] = _Lora(settings, sites)
     for name in sites:
         _initialise(lora.layer(name), name, seed)
     return model
@@ -124,15 +123,16 @@ def set_lora(model: nn.Module, params: Mapping[str, Tensor]) -> None:
 def detach_lora(model: PreTrainedModel) -> PreTrainedModel:
     """Gives the bare model back: its own modules, bit-equal logits, trainable what was trainable before.
 
+    With memory still on the model the backbone stays frozen until that is taken off too.
+
     Raises:
         BackboneError: no LoRA is attached.
     """
     lora = _attached(model)
     for name, (parent, attribute) in lora.sites.items():
         setattr(parent, attribute, lora.layer(name).base_layer)
-    for parameter in lora.trainable:
-        parameter.requires_grad_(True)
     del model.__dict__[_ATTRIBUTE], model.peft_config
+    thaw(model)
     return model
 
 

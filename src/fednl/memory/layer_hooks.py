@@ -1,0 +1,198 @@
+"""The hooks of one attention layer: what they catch during a pass, and where the memory's read goes in.
+
+A catch (`Frame`) travels with the attention's keyword arguments and lives exactly as long as the call, whatever
+ends it. The projections' hooks see no keyword arguments; they find it as the innermost call of their thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from fednl.errors import BackboneError
+from fednl.memory.sites import PROJECTIONS, Attachment
+from fednl.memory.window import PassContext, window_attention
+
+if TYPE_CHECKING:
+    from fednl.memory.cache import MemoryCache
+
+IMPLEMENTATION = "fednl_window"
+CONTEXT, FRAME = "fednl_context", "fednl_frame"
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+@dataclass(eq=False)
+class Frame:
+    """What one attention layer captures during one call."""
+
+    site: Site
+    context: PassContext
+    hidden: Tensor
+    cache: MemoryCache | None
+    raw: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Calls(threading.local):
+    """The attention calls now running in this thread, outermost first; a dead one ended without its hook."""
+
+    def __init__(self) -> None:
+        self.frames: list[weakref.ref[Frame]] = []
+
+
+_CALLS = _Calls()
+_BINDING = threading.Lock()
+
+
+class Site:
+    """The hooks of one attention layer; a layer may run in several threads, and inside another pass."""
+
+    def __init__(self, attention: nn.Module, index: int, owner: Attachment) -> None:
+        self.attention, self.index, self.owner = attention, index, owner
+        self.bound: dict[str, nn.Module] = {}
+        self.handles: dict[str, Any] = {}
+        self.outer = [
+            attention.register_forward_pre_hook(self._enter, with_kwargs=True),
+            attention.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+        self._bind()
+
+    def remove(self) -> None:
+        """Takes every hook off, and the layer's memory."""
+        for handle in [*self.outer, *self.handles.values()]:
+            handle.remove()
+        if self.index in self.owner.layers:
+            del self.attention.memory
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = kwargs.get(CONTEXT)
+        if context is None:
+            raise BackboneError(
+                f"Attention layer {self.index} was called outside its model's forward, where memory is not defined; "
+                "call the model."
+            )
+        self._bind()
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        frame = Frame(self, context, args[0] if args else kwargs["hidden_states"], cache)
+        _CALLS.frames.append(weakref.ref(frame))
+        return args, {**kwargs, FRAME: frame}
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        frame = kwargs.get(FRAME)
+        _CALLS.frames[:] = [other for other in _CALLS.frames if other() not in (None, frame)]
+
+    def _frame(self) -> Frame | None:
+        """This layer's catch, if its attention is the innermost one running in this thread."""
+        frame = _CALLS.frames[-1]() if _CALLS.frames else None
+        return frame if frame is not None and frame.site is self else None
+
+    def _bind(self) -> None:
+        """Hooks the projections again where another library (PEFT, say) has replaced one."""
+        for name in PROJECTIONS:
+            projection = getattr(self.attention, name)
+            if self.bound.get(name) is not projection:
+                with _BINDING:
+                    self._bind_one(name, projection)
+
+    def _bind_one(self, name: str, projection: nn.Module) -> None:
+        if self.bound.get(name) is projection:  # another thread was faster
+            return
+        if name in self.handles:
+            self.handles[name].remove()
+        if name == "o_proj":
+            self.handles[name] = projection.register_forward_pre_hook(self._mix)
+        else:
+            self.handles[name] = projection.register_forward_hook(partial(self._capture, name[0]))
+        self.bound[name] = projection
+
+    def _capture(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        frame = self._frame()
+        if frame is not None:
+            frame.raw[name] = output
+
+    def _mix(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        memory, frame = self.owner.layers.get(self.index), self._frame()
+        if memory is None or frame is None:
+            return None
+        gate_scale = frame.context.gate_scale
+        if gate_scale == 0 and frame.cache is None:
+            return None
+        layer = None if frame.cache is None else frame.cache.layers[self.index]
+        mixed, written = memory(
+            args[0],
+            frame.hidden,
+            frame.raw["q"],
+            frame.raw["k"],
+            frame.raw["v"],
+            frame.context.keep,
+            None if layer is None else layer.tensors.written,
+            frame.context.window,
+            gate_scale,
+        )
+        if layer is not None and layer.pending is not None:
+            layer.pending = replace(layer.pending, **written._asdict())
+        return (mixed, *args[1:])
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls under a window."""
+    frame: Frame | None = kwargs.get(FRAME)
+    if frame is None:
+        raise BackboneError(
+            "This model has no memory attached but shares its config with a model that has, whose window it cannot "
+            "use; give each model its own config."
+        )
+    if attention_mask is not None:
+        raise BackboneError(
+            f"attention_mask has shape {list(attention_mask.shape)}; under a window it must be [batch, tokens]."
+        )
+    window = frame.context.window
+    assert window is not None
+    head_dim = query.shape[-1]
+
+    def heads(raw: Tensor) -> Tensor:
+        return raw.view(*raw.shape[:2], -1, head_dim).transpose(1, 2)
+
+    layer = None if frame.cache is None else frame.cache.layers[frame.site.index]
+    old = None if layer is None else layer.tensors
+    sink_key = window.sinks(heads(frame.raw["k"]), None if old is None else old.sink_keys)
+    sink_value = window.sinks(heads(frame.raw["v"]), None if old is None else old.sink_values)
+    out = window_attention(
+        query,
+        key,
+        value,
+        heads(frame.raw["q"]),
+        sink_key,
+        sink_value,
+        window,
+        head_dim**-0.5 if scaling is None else scaling,
+        dropout,
+    )
+    if layer is not None and layer.pending is not None:
+        layer.pending = replace(
+            layer.pending,
+            keys=window.retain(key),
+            values=window.retain(value),
+            sink_keys=sink_key,
+            sink_values=sink_value,
+        )
+    return out, None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

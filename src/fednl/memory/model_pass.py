@@ -1,0 +1,194 @@
+"""One forward pass of a model with memory: its cache, its positions, and what is kept of it at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from fednl.errors import BackboneError
+from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
+from fednl.memory.sites import Attachment
+from fednl.memory.window import PassContext, window_context
+
+if TYPE_CHECKING:
+    from fednl.memory.cache import MemoryCache
+
+CALL = "fednl_call"
+
+
+def begin_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The causal model's pre-hook: its decoder leaves the commit to `end_call`, for the head may still fail."""
+    return args, {**kwargs, CALL: []}
+
+
+def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """The causal model's last hook: commits the cache, or drops what a failed call left."""
+    for context in kwargs.get(CALL, ()):
+        if output is None:
+            context.cache.drop_pending()
+        else:
+            _commit(context)
+
+
+def begin_pass(
+    owner: Attachment, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The decoder's pre-hook: settles the cache and the positions of the pass.
+
+    Args:
+        owner: the model's memory.
+        names: the decoder's arguments in order.
+        module, args, kwargs: as torch calls a pre-hook.
+    """
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    call: list[PassContext] | None = kwargs.pop(CALL, None)
+    given = [kwargs[name] for name in ("inputs_embeds", "input_ids") if kwargs.get(name) is not None]
+    if len(given) != 1:
+        return None  # the decoder says so itself
+    batch, tokens = given[0].shape[:2]
+    device = given[0].device
+    if batch == 0 or tokens == 0:
+        raise BackboneError(f"The input has {batch} rows of {tokens} tokens; memory needs at least one of each.")
+    cache = _own_cache(owner, kwargs, names)
+    past = 0 if cache is None else cache.seen_tokens
+    keep = _padding(kwargs.get("attention_mask"), batch, tokens, past, device)
+    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
+    _refuse_packed(kwargs.get("position_ids"), real)
+    before = torch.zeros(batch, dtype=torch.int64, device=device)
+    if cache is not None and cache.counts is not None:
+        before = cache.counts
+        if before.shape[0] != batch:
+            raise BackboneError(f"The cache holds {before.shape[0]} rows but the input has {batch}.")
+    index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
+    context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call)
+    if owner.config.window_tokens:
+        _put_window(owner, context, kwargs)
+    elif cache is not None:
+        _whole_mask(kwargs, cache, real)
+    if cache is not None:
+        cache.in_pass = True
+    kwargs[CONTEXT] = context
+    return (), kwargs
+
+
+def end_pass(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """The decoder's last hook: commits the cache, or drops what a failed pass left."""
+    context: PassContext | None = kwargs.get(CONTEXT)
+    if context is None or context.cache is None:
+        return
+    context.cache.in_pass = False
+    if output is None:
+        context.cache.drop_pending()
+    elif context.call is None:
+        _commit(context)
+    else:
+        context.call.append(context)
+
+
+def _commit(context: PassContext) -> None:
+    cache = context.cache
+    assert cache is not None
+    if context.window is not None:
+        positions = context.window.retained_positions()
+    else:
+        old = cache.positions
+        positions = context.index if old is None else torch.cat([old, context.index], dim=1)
+    padded = (context.keep is not None or cache.has_padding) and bool((positions < 0).any())
+    cache.commit(context.counts, positions, padded, context.index.shape[1])
+
+
+def _put_window(owner: Attachment, context: PassContext, kwargs: dict[str, Any]) -> None:
+    """Prepares the window, and counts positions by a row's real tokens unless the caller has counted."""
+    decoder: Any = owner.decoder
+    wanted = kwargs.get("output_attentions")
+    if decoder.config.output_attentions if wanted is None else wanted:
+        raise BackboneError("output_attentions = True: attention under a window gives no weights; leave it out.")
+    embeds = kwargs.get("inputs_embeds")
+    context.window = window_context(
+        context,
+        owner.config.window_tokens,
+        owner.config.sink_tokens,
+        decoder.rotary_emb,
+        decoder.embed_tokens.weight if embeds is None else embeds,
+    )
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = context.index.clamp(min=0)
+
+
+def _whole_mask(kwargs: dict[str, Any], cache: MemoryCache, real: Tensor) -> None:
+    """Says which cached tokens are padding where the caller's mask does not: the stock mask would not know."""
+    if cache.positions is None:
+        return
+    mask = kwargs.get("attention_mask")
+    slots = cache.positions.shape[1] + real.shape[1]
+    if cache.has_padding if mask is None else mask.shape[1] != slots:
+        kwargs["attention_mask"] = torch.cat([cache.positions >= 0, real], dim=1)
+
+
+def _own_cache(owner: Attachment, kwargs: dict[str, Any], names: tuple[str, ...]) -> MemoryCache | None:
+    """Puts a `MemoryCache` where a cache is wanted and none, or an empty stock one, was given."""
+    from fednl.memory.cache import MemoryCache
+
+    given = next((kwargs.pop(name) for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        kwargs.pop(name, None)
+    config: Any = owner.decoder.config
+    use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    if given is None and not use_cache:
+        return None
+    if given is not None and not isinstance(given, MemoryCache):
+        if not (isinstance(given, Cache) and given.get_seq_length() == 0):
+            raise BackboneError(
+                f"A {type(given).__name__} that already holds tokens cannot serve a model with memory; "
+                "start the conversation with fednl.MemoryCache(model)."
+            )
+        given = None
+    if _runs_again(owner):
+        if given is not None:
+            raise BackboneError(
+                "Under gradient checkpointing a layer runs twice and transformers withholds the cache from it; "
+                "leave the MemoryCache out, or turn checkpointing off."
+            )
+        kwargs["use_cache"] = False
+        return None
+    cache = MemoryCache(owner.decoder) if given is None else given
+    cache.check_owner(owner)
+    kwargs[CACHE_NAMES[0] if CACHE_NAMES[0] in names else CACHE_NAMES[1]] = cache
+    return cache
+
+
+def _runs_again(owner: Attachment) -> bool:
+    """True if gradient checkpointing will run this pass's layers a second time."""
+    blocks: Any = owner.decoder.layers
+    return torch.is_grad_enabled() and any(
+        block.training and getattr(block, "gradient_checkpointing", False) for block in blocks
+    )
+
+
+def _padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device) -> Tensor | None:
+    """Which of the new tokens are real, `[batch, tokens]` bool, or `None` if all are."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise BackboneError(f"attention_mask is a {type(mask).__name__}; memory needs a tensor [batch, tokens].")
+    if list(mask.shape) not in ([batch, tokens], [batch, past + tokens]):
+        raise BackboneError(
+            f"attention_mask has shape {list(mask.shape)}; memory needs [batch, tokens] = [{batch}, {tokens}], "
+            f"or [{batch}, {past + tokens}] with the {past} tokens already given."
+        )
+    keep: Tensor = mask[:, -tokens:].to(device).bool()
+    return None if bool(keep.all()) else keep
+
+
+def _refuse_packed(positions: Tensor | None, real: Tensor) -> None:
+    """Raises `BackboneError` where positions start again inside a row: its documents would see each other."""
+    if positions is None or real.shape[1] == 1:
+        return
+    restarts = (positions[..., 1:] <= positions[..., :-1]) & real[:, 1:] & real[:, :-1]
+    if bool(restarts.any()):
+        raise BackboneError("position_ids start again inside a row; memory needs one document a row, not packed ones.")
