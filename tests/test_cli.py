@@ -35,14 +35,13 @@ def training(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     def train(config: Any, path: Path, on_event: Callable[[dict[str, Any]], None]) -> None:
         calls.append(("train", config, path))
         on_event({"event": "phase", "text": "loading"})
-        path.mkdir(parents=True)
-        (path / "config.json").write_text("{}")
+        (path / "config.json").write_text('{"format": 1}')
 
     module.calls = calls  # type: ignore[attr-defined]
     module.train = train  # type: ignore[attr-defined]
     module.resume = lambda path, on_event: calls.append(("resume", path))  # type: ignore[attr-defined]
     module.evaluate = lambda path, task, on_event, sets: calls.append(("evaluate", path, task, sets))  # type: ignore[attr-defined]
-    module.partition_rows = lambda config: [{"client": "law", "n": 3}, {"client": "med", "n": 0}]  # type: ignore[attr-defined]
+    module.partition_rows = lambda config, on_event: [{"client": "law", "n": 3}, {"client": "med", "n": 0}]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fednl.training", module)
     monkeypatch.setattr("fednl.training", module, raising=False)
     return module
@@ -129,6 +128,28 @@ def test_train_prints_the_folder(
     assert call[0] == "train" and call[1].run.seed == 3 and call[2] == out_folder
 
 
+def test_train_and_eval_leave_the_report_in_the_run(
+    capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType, tmp_path: Path
+) -> None:
+    run = tmp_path / "mine"
+    assert fednl(capfd, "train", settings, "--out", str(run))[0] == 0
+    first = (run / "report.md").read_text()
+    assert first.startswith("# mine\n")
+    (run / "report.md").unlink()
+    code, out, _ = fednl(capfd, "eval", str(run))
+    assert (code, out) == (0, first + "\n") and (run / "report.md").read_text() == first
+
+
+def test_a_folder_that_is_taken_is_told_before_anything_loads(
+    capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").write_text("x")
+    code, out, err = fednl(capfd, "train", settings, "--out", str(tmp_path / "run"))
+    assert (code, out) == (2, "") and "already exists: name a new folder" in err
+    assert training.calls == []
+
+
 def test_train_without_out_makes_a_new_folder_each_time(
     capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType, tmp_path: Path
 ) -> None:
@@ -188,7 +209,6 @@ def test_ctrl_c_names_the_way_back(
 ) -> None:
     def interrupted(config: Any, path: Path, on_event: Any) -> None:
         if saved:
-            path.mkdir()
             (path / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -217,6 +237,7 @@ def test_ctrl_c_elsewhere_is_one_line(
         raise KeyboardInterrupt
 
     training.evaluate = interrupted  # type: ignore[attr-defined]
+    (tmp_path / "config.json").write_text("{}")
     assert fednl(capfd, "eval", str(tmp_path)) == (1, "", "Interrupted.\n")
 
 

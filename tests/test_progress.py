@@ -73,6 +73,22 @@ def test_a_long_silence_is_broken() -> None:
     assert line.endswith(", 30 s so far, about 5 min 30 s left")
 
 
+def test_the_first_sign_of_life_comes_soon_and_not_at_once() -> None:
+    clock = Clock()
+    progress, out = shown(clock)
+    clock.now_s += 1.9
+    progress.tick()
+    assert out.getvalue() == ""
+    clock.now_s += 0.2
+    progress.tick()
+    clock.now_s += 29
+    progress.tick()
+    assert out.getvalue() == "[  0:02] starting\n"
+    clock.now_s += 1.1
+    progress.tick()
+    assert out.getvalue().count("\n") == 2
+
+
 def test_the_heartbeat_beats_by_itself() -> None:
     out = io.StringIO()
     with Progress(Console(file=out, width=200), heartbeat_s=0.05) as progress:

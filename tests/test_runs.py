@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 import fednl.runs
 from fednl.errors import CheckpointError, FednlError, SettingsError
-from fednl.runs import Run, environment, fresh_path
+from fednl.runs import Run, fresh_path
 
 
 @pytest.fixture
@@ -126,18 +128,30 @@ def test_a_damaged_row_in_the_middle_is_no_torn_end(run: Run) -> None:
 def test_a_resumed_run_drops_later_rows(run: Run, keep: int) -> None:
     for number in range(3):
         run.append_jsonl("rounds.jsonl", {"round": number})
-    run.truncate_jsonl("rounds.jsonl", keep)
+    assert run.truncate_jsonl("rounds.jsonl", keep) == min(keep, 3)
     assert [row["round"] for row in run.read_jsonl("rounds.jsonl")] == list(range(3))[:keep]
     run.truncate_jsonl("absent.jsonl", keep)
     assert not (run.path / "absent.jsonl").exists()
 
 
-def test_the_environment_names_no_host_and_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    import getpass
-    import platform
+def test_a_run_belongs_to_one_process_at_a_time(run: Run) -> None:
+    code = f"from pathlib import Path; from fednl.runs import Run\nwith Run(Path({str(run.path)!r})).locked(): pass"
+    command = [sys.executable, "-c", code]
+    with run.locked():
+        with pytest.raises(FednlError, match="another process is at work on"), Run(run.path).locked():
+            pass
+        assert b"another process is at work" in subprocess.run(command, capture_output=True).stderr
+    subprocess.run(command, check=True)
 
-    facts = environment()
-    text = json.dumps(facts)
-    assert platform.node() not in text.replace(platform.machine(), "") or len(platform.node()) < 3
-    assert f'"{getpass.getuser()}"' not in text
-    assert facts["packages"]["fednl"] and facts["packages"]["torch"] and facts["cpu_count"] >= 1
+
+def test_a_discarded_run_is_gone_also_while_it_is_locked(run: Run) -> None:
+    with run.locked():
+        run.write_json("config.json", {})
+        run.discard()
+    assert not run.path.exists()
+
+
+def test_a_row_that_is_no_object_is_damage(run: Run) -> None:
+    (run.path / "rounds.jsonl").write_text('{"round": 1}\n3\n')
+    with pytest.raises(CheckpointError, match="line 2"):
+        run.read_jsonl("rounds.jsonl")

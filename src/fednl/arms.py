@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fednl.config import Config
+from fednl.federation.algorithms import ALGORITHMS, FedAvg
 from fednl.federation.settings import TrainingSettings
 
 POOLED = "pooled"
@@ -81,12 +82,32 @@ def trained_arms(config: Config) -> list[str]:
     return ["federated", *(name for name in TRAINED if name in needed and name != "federated")]
 
 
-def training_of(config: Config, arm: str) -> TrainingSettings:
-    """Gives an arm's `[training]`: the run's own, with the steps of all clients for the pooled learner."""
+def inside(arm: str, name: str) -> str:
+    """Names a file or folder of a trained arm inside the run's folder."""
+    folder = TRAINED[arm].folder
+    return f"{folder}/{name}" if folder else name
+
+
+def make_algorithm(config: Config, arm: str) -> FedAvg:
+    """The algorithm of a trained arm, with its settings and what it may share."""
+    kind = TRAINED[arm]
+    if not kind.algorithm:
+        return ALGORITHMS[config.federation.algorithm](config.method_settings, config.federation.shared)
+    return ALGORITHMS[kind.algorithm](None, kind.shared)
+
+
+def training_of(config: Config, arm: str, clients: int) -> TrainingSettings:
+    """Gives an arm's `[training]`: the run's own, with the steps of a whole round for the pooled learner.
+
+    Args:
+        config: the run's settings.
+        arm: a name in `TRAINED`.
+        clients: how many clients take part in training.
+    """
     own = config.training
     if TRAINED[arm].pooled:
-        clients = config.data.clients - len(config.data.hold_out_clients)
-        steps = {"local_steps": own.local_steps * clients, "warmup_steps": own.warmup_steps * clients}
+        asked = config.federation.clients_per_round or clients
+        steps = {"local_steps": own.local_steps * asked, "warmup_steps": own.warmup_steps * asked}
         return own.model_copy(update=steps)
     if TRAINED[arm].setup == "lora" and config.lora.local_lr is not None:
         return own.model_copy(update={"local_lr": config.lora.local_lr})

@@ -140,9 +140,15 @@ def partition(file: SettingsFile, overrides: Override = None) -> None:
       fednl partition configs/demo.toml
     """
     from fednl.config import load_config
-    from fednl.training import partition_rows
 
-    print(_table(partition_rows(load_config(file, overrides or ()))))
+    settings = load_config(file, overrides or ())
+
+    def work(on_event: Any) -> Any:
+        from fednl.training import partition_rows
+
+        return partition_rows(settings, on_event)
+
+    print(_table(_watched(work)))
 
 
 @app.command(cls=_Plain, short_help="Train rules federally and measure every arm.")
@@ -163,8 +169,8 @@ def train(
     """Train rules federally, measure every arm that is asked for, and print the run's folder.
 
     The folder holds config.json, environment.json, rounds.jsonl (loss, seconds and bytes per round and
-    client), checkpoints/, final/ and best/ (rules that fednl.load reads) and results/. Ctrl-C leaves a
-    folder that --resume continues, to the same bits as if it had not been interrupted.
+    client), checkpoints/, final/ and best/ (rules that fednl.load reads), results/ and report.md. Ctrl-C
+    leaves a folder that --resume continues, to the same bits as if it had not been interrupted.
 
     \b
     Examples:
@@ -188,6 +194,7 @@ def train(
         if not (path / "config.json").exists():
             raise Interrupted("Interrupted before anything was saved: start again.") from None
         raise Interrupted(f"Interrupted: go on with `fednl train --resume {path}`.") from None
+    _report(path)
     print(path)
     print(f"next: fednl report {path}", file=sys.stderr)
 
@@ -198,7 +205,7 @@ def evaluate(
     task: Annotated[str | None, typer.Option("--task", help="What to measure. Default: the run's own task.")] = None,
     overrides: Override = None,
 ) -> None:
-    """Measure a run's rules again, write RUN/results/, and print its tables.
+    """Measure a run's rules again, write RUN/results/ and RUN/report.md, and print its tables.
 
     Only [data], [evaluation] and memory.window-tokens may be replaced: the rest is what was trained.
 
@@ -207,11 +214,17 @@ def evaluate(
       fednl eval runs/demo
       fednl eval runs/demo --set data.tokens=640
     """
-    from fednl.report.tables import report as tables
-    from fednl.training import evaluate as measure
+    from fednl.runs import Run
 
-    _watched(lambda on_event: measure(run, task, on_event, overrides or ()))
-    print(tables([run]))
+    Run.open(run)  # a mistyped name is told at once, before anything heavy loads
+
+    def work(on_event: Any) -> object:
+        from fednl.training import evaluate as measure
+
+        return measure(run, task, on_event, overrides or ())
+
+    _watched(work)
+    print(_report(run))
 
 
 @app.command(cls=_Plain, short_help="Print the tables of one or more runs.")
@@ -239,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Nothing is told to anyone, and libraries keep their chatter off the progress display.
     for name, value in (
         ("HF_HUB_DISABLE_TELEMETRY", "1"),
+        ("HF_HUB_VERBOSITY", "error"),
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
@@ -260,10 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _starting(file: Path, overrides: Sequence[str], out: Path | None) -> tuple[Path, Callable[[Any], object]]:
     """A new run: its folder, and the work."""
     from fednl.config import load_config
-    from fednl.runs import fresh_path
+    from fednl.runs import Run
 
     settings = load_config(file, overrides)
-    path = out if out is not None else fresh_path(Path(settings.run.out), file.stem)
+    # Made now: a folder that is taken or cannot be written is told before anything heavy loads.
+    path = (Run.at(out) if out is not None else Run.create(Path(settings.run.out), file.stem)).path
 
     def work(on_event: Any) -> object:
         from fednl.training import train as run_training
@@ -292,6 +307,16 @@ def _watched(work: Callable[[Any], Any]) -> Any:
 
     with Progress() as on_event:
         return work(on_event)
+
+
+def _report(run: Path) -> str:
+    """Writes the run's tables beside its results, and gives them."""
+    from fednl.report.tables import report as tables
+    from fednl.runs import Run
+
+    text = tables([run])
+    Run(run).write_text("report.md", text)
+    return text
 
 
 def _as_notes(on_event: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, training_of
+from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, make_algorithm, training_of
 from fednl.config import Config
-from fednl.data import NeedleExample, Splits, collate, iterate_batches, partition_rows, task
+from fednl.data import NeedleExample, Splits, collate, iterate_batches, load_filler, partition_rows, task
+from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
-from fednl.errors import CheckpointError
+from fednl.errors import BackboneError, CheckpointError, FednlError
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
-from fednl.federation.algorithms import ALGORITHMS, FedAvg
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.message import Message
@@ -115,16 +115,21 @@ class Bench:
 
     Args:
         config: the run's settings.
+        note: is told in one line about a download or a conversion.
 
     Raises:
         FednlError: the backbone, the data or the start rules cannot be used as set.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, note: Callable[[str], None] | None = None) -> None:
         torch.set_num_threads(1)
         self.config = config
-        self.backbone = load_backbone(config.backbone)
+        self.backbone = load_backbone(config.backbone, note)
         self.model = self.backbone.model
+        try:
+            self.identity = backbone_identity(self.model)
+        except BackboneError as error:
+            raise BackboneError(f'backbone.id = "{config.backbone.id}": {error}') from None
         self.data: dict[str, Splits] = task(config.data.task)(
             config.data,
             self.backbone.tokenizer,
@@ -132,7 +137,7 @@ class Bench:
             config.evaluation.answer,
             config.run.seed,
         )
-        self._setup: Setup = "bare"
+        self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
 
@@ -153,7 +158,7 @@ class Bench:
             return
         for adapter in reversed(self._adapters):
             adapter.detach()
-        self._adapters, self._setup = [], setup
+        self._adapters, self._setup = [], None  # none is whole until the last line
         seed, memory, lora = self.config.run.seed, self.config.memory, self.config.lora
         wanted: list[tuple[str, Any]] = []
         if setup in ("window", "lora"):
@@ -172,6 +177,7 @@ class Bench:
             if setup == "memory":
                 self._load_start(memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+        self._setup = setup
 
     def start(self, setup: Setup) -> Params:
         """The rules a setup begins with, by canonical name; copies."""
@@ -188,7 +194,7 @@ class Bench:
         """A client's side of the round loop for one trained arm."""
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
-        training = training_of(self.config, arm)
+        training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
@@ -219,16 +225,17 @@ class Bench:
         )
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
-        """A client's validation loss: nats per answer token, and the number of examples."""
+        """A client's validation loss: nats per answer token, and the number of those tokens."""
         examples = self.data[client].validation
         self.mount(TRAINED[arm].setup)
         self.put(params)
-        size, total = self.config.evaluation.batch, 0.0
+        size, nats, tokens = self.config.evaluation.batch, 0.0, 0
         with torch.no_grad():
             for first in range(0, len(examples), size):
-                part = examples[first : first + size]
-                total += float(answer_nats(self.model, self.collated(part))) * len(part)
-        return (total / len(examples) if examples else 0.0), len(examples)
+                batch = self.collated(examples[first : first + size])
+                count = int((batch["labels"] != IGNORED).sum())
+                nats, tokens = nats + float(answer_nats(self.model, batch)) * count, tokens + count
+        return nats / max(1, tokens), tokens
 
     def _live(self) -> dict[str, Tensor]:
         return {name: p for adapter in self._adapters for name, p in adapter.parameters().items()}
@@ -243,8 +250,8 @@ class Bench:
         if memory.start == "fresh":
             if memory.rank:
                 text = generated_text(python_rng(CENTRE_SEED, "centre"), CENTRE_SENTENCES)
-                ids = self.backbone.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-                centre(self.model, ids.to(self.model.device))
+                ids = encode_texts(self.backbone.tokenizer, [text])
+                centre(self.model, torch.tensor(ids, device=self.model.device))
             return
         folder = PUBLIC / self.backbone.identity["name"] if memory.start == "public" else Path(memory.start)
         if memory.start == "public" and not folder.is_dir():
@@ -252,18 +259,13 @@ class Bench:
                 f'memory.start = "public": none are shipped for backbone {self.backbone.identity["name"]!r}; '
                 'set it to "fresh" or to a folder of saved rules.'
             )
-        tensors, description = read_rules(folder)
-        check_backbone(self.model, description, folder)
-        check_settings(memory, memory_settings(description, folder), folder, description["backbone"]["layers"])
-        assign({name: p for name, p in self._live().items() if ".memory." in name}, tensors, str(folder))
-
-
-def make_algorithm(config: Config, arm: str) -> FedAvg:
-    """The algorithm of a trained arm, with its settings and what it may share."""
-    kind = TRAINED[arm]
-    if not kind.algorithm:
-        return ALGORITHMS[config.federation.algorithm](config.method_settings, config.federation.shared)
-    return ALGORITHMS[kind.algorithm](None, kind.shared)
+        try:
+            tensors, description = read_rules(folder)
+            check_backbone(self.model, description, folder)
+            check_settings(memory, memory_settings(description, folder), folder, description["backbone"]["layers"])
+            assign({name: p for name, p in self._live().items() if ".memory." in name}, tensors, str(folder))
+        except FednlError as error:
+            raise type(error)(f'memory.start = "{memory.start}": {error}') from None
 
 
 def handlers(config: Config) -> dict[str, Handler]:
@@ -273,18 +275,22 @@ def handlers(config: Config) -> dict[str, Handler]:
     """
     benches: list[Bench] = []
 
-    def bench() -> Bench:
+    def bench(note: Callable[[str], None] | None = None) -> Bench:
         if not benches:
-            benches.append(Bench(config))
+            benches.append(Bench(config, note))
         return benches[0]
 
     def describe(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        rows = [vars(row) for row in partition_rows(bench().data)]
-        return {
-            "identity": bench().backbone.identity,
-            "backbone": backbone_identity(bench().model),
-            "partition": rows,
-        }, ()
+        own = bench(lambda text: tell({"note": text}))
+        facts: dict[str, Any] = {
+            "identity": own.backbone.identity,
+            "backbone": own.identity,
+            "dtype": str(own.model.dtype).removeprefix("torch."),
+            "partition": [vars(row) for row in partition_rows(own.data)],
+        }
+        if config.data.task == "needles":  # the only task so far that reads `data.filler`
+            facts["filler_sha256"] = load_filler(config.data.filler).sha256
+        return facts, ()
 
     def start(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
         return {}, (pack(bench().start(job["setup"])),)
@@ -299,8 +305,8 @@ def handlers(config: Config) -> dict[str, Handler]:
         return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
 
     def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        loss, examples = bench().validate(job["arm"], job["client"], unpack(blobs[0])[0])
-        return {"loss": loss, "n": examples}, ()
+        loss, tokens = bench().validate(job["arm"], job["client"], unpack(blobs[0])[0])
+        return {"loss": loss, "tokens": tokens}, ()
 
     return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}
 

@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 HEARTBEAT_S = 30.0
+FIRST_SIGN_S = 2.0  # an error in a command's first moments stands alone on the screen
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Progress:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._started_s = self._spoke_s = clock()
+        self._patience_s = min(FIRST_SIGN_S, heartbeat_s)
         self._state = _State(began_s=self._started_s)
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -105,10 +107,13 @@ class Progress:
                 handler(event)
 
     def tick(self) -> None:
-        """Without a terminal, says where the run is if nothing has been said for `heartbeat_s` seconds."""
+        """Without a terminal, says where the run is if nothing has been said for a while.
+
+        The first sign comes after `FIRST_SIGN_S` seconds, the others after `heartbeat_s`.
+        """
         with self._lock:
-            if self._live is None and self._clock() - self._spoke_s >= self._heartbeat_s:
-                self._say(self._where(self._clock()) or "working")
+            if self._live is None and self._clock() - self._spoke_s >= self._patience_s:
+                self._say(self._where(self._clock()) or "starting")
 
     def _phase(self, event: Mapping[str, Any]) -> None:
         name, arm = str(event.get("name") or event.get("text") or ""), str(event.get("arm", ""))
@@ -203,7 +208,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         now = self._clock()
-        self._spoke_s = now
+        self._spoke_s, self._patience_s = now, self._heartbeat_s
         self._console.print(Text(f"[{clock_time(now - self._started_s)}] {text}"))
 
     def _beat(self) -> None:

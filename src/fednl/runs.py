@@ -1,20 +1,18 @@
 """The run folder: everything a run leaves behind, as JSON, JSON lines and safetensors.
 
-`config.json` (the resolved settings), `environment.json`, `rounds.jsonl`, `checkpoints/`, `final/`, `best/`
-and `results/`. A file is either whole or absent: JSON is written beside its place and renamed into it.
+`config.json` (the resolved settings), `environment.json`, `partition.json`, `rounds.jsonl`, `checkpoints/`,
+`final/`, `best/`, `results/` and `report.md`. A file is either whole or absent: it is written beside its place
+and renamed into it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import subprocess
-import sys
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from typing import Any
 from fednl.errors import CheckpointError, FednlError, SettingsError
 
 FORMAT = 1
-_PACKAGES = ("fednl", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,30 @@ class Run:
             raise SettingsError(f"{path} is not a run (it has no config.json): name a folder made by `fednl train`.")
         return cls(path)
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps the run to this process until the block ends; a killed process leaves no lock behind.
+
+        Raises:
+            FednlError: another process is at work on it, or the folder cannot be written.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / ".lock")
+        with _writing(self.path), contextlib.suppress(NotImplementedError):  # a file system without locks
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise FednlError(f"another process is at work on {self.path}: wait for it, or stop it.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def discard(self) -> None:
+        """Removes the folder of a run that never came to anything."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def folder(self, name: str) -> Path:
         """Gives the sub-folder `name`, made if it is missing."""
         path = self._inside(name)
@@ -112,11 +133,19 @@ class Run:
         Raises:
             FednlError: the file cannot be written.
         """
-        path = self._inside(name)
         text = json.dumps({"format": FORMAT, **_finite(dict(obj))}, indent=1, ensure_ascii=False, allow_nan=False)
+        return self.write_text(name, text + "\n")
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a text file whole or not at all.
+
+        Raises:
+            FednlError: the file cannot be written.
+        """
+        path = self._inside(name)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, (text + "\n").encode("utf-8"))
+            write_atomic(path, text.encode("utf-8"))
         return path
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -131,7 +160,7 @@ class Run:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
         except ValueError:
-            raise CheckpointError(f"{path} is not valid JSON: delete it or restore it from a copy.") from None
+            raise CheckpointError(f"{path} is not valid JSON: restore it from a copy.") from None
         if not isinstance(obj, dict) or obj.get("format") != FORMAT:
             raise CheckpointError(f"{path} has no format = {FORMAT}: it was written by another version of fednl.")
         del obj["format"]
@@ -170,27 +199,34 @@ class Run:
         rows = []
         for number, line in enumerate(whole, 1):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
-                raise CheckpointError(f"{path} line {number} is damaged: restore the file from a copy.") from None
+                row = None
+            if not isinstance(row, dict):
+                raise CheckpointError(f"{path} line {number} is damaged: restore the file from a copy.")
+            rows.append(row)
         return rows
 
-    def truncate_jsonl(self, name: str, keep: int) -> None:
+    def truncate_jsonl(self, name: str, keep: int) -> int:
         """Keeps the first `keep` rows of a file of JSON lines, as a resumed run needs; whole or not at all.
 
         Args:
             name: the file inside the run; a missing file stays missing.
             keep: how many rows stay; at least 0.
 
+        Returns:
+            How many rows there are now.
+
         Raises:
             FednlError: the file cannot be written.
         """
         path = self._inside(name)
         if not path.exists():
-            return
-        whole = path.read_bytes().split(b"\n")[:-1]
+            return 0
+        kept = path.read_bytes().split(b"\n")[:-1][: max(0, keep)]
         with _writing(path):
-            write_atomic(path, b"".join(line + b"\n" for line in whole[: max(0, keep)]))
+            write_atomic(path, b"".join(line + b"\n" for line in kept))
+        return len(kept)
 
     def _inside(self, name: str) -> Path:
         relative = Path(name)
@@ -244,39 +280,6 @@ def sync_folder(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def environment() -> dict[str, Any]:
-    """Says what a run ran on: Python, system, package versions, processors, commit. No host or user names."""
-    facts: dict[str, Any] = {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count() or 1,
-        "byte_order": sys.byteorder,
-        "packages": {},
-    }
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts["packages"][package] = importlib.metadata.version(package)
-    return facts | _commit()
-
-
-def _commit() -> dict[str, Any]:
-    """The commit of the checkout this package runs from; nothing for an installed package."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
-        return {}
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return {"commit": commit, "changed_files": len(_git(root, "status", "--porcelain").splitlines())}
-    except (OSError, subprocess.SubprocessError):
-        return {}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def _finite(value: Any) -> Any:

@@ -7,22 +7,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl import errors
-from fednl.arms import POOLED, TRAINED, VIEWS, trained_arms, training_of
+from fednl.arms import POOLED, TRAINED, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
-from fednl.errors import CheckpointError, FednlError, Interrupted, SettingsError
-from fednl.evaluation.needles import METRICS, result_rows
-from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
-from fednl.federation.checkpoint import load_newest, read_tensors
+from fednl.environment import environment
+from fednl.errors import FednlError, Interrupted, SettingsError
 from fednl.federation.inline import InlinePool, Pool
+from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
-from fednl.federation.params import Params, personal, select
-from fednl.federation.pool import Job, Result, WorkerPool
+from fednl.federation.params import Params, personal
+from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
-from fednl.runs import Run, environment
+from fednl.measuring import changed_settings, forget, measure
+from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
+from fednl.runs import Run
 
 OnEvent = Callable[[Mapping[str, Any]], None]
+_LOADING = {"event": "phase", "name": "loading the backbone and making the data"}
 
 
 def train(config: Config, path: Path | None = None, on_event: OnEvent = lambda event: None) -> Run:
@@ -38,12 +39,21 @@ def train(config: Config, path: Path | None = None, on_event: OnEvent = lambda e
 
     Raises:
         FednlError: something in the settings, the data or the backbone; the sentence says what and how to mend it.
+            If no round was done yet, the folder is gone again.
         Interrupted: Ctrl-C; what was done is saved, `resume` goes on.
     """
     run = Run.create(Path(config.run.out), "run") if path is None else Run.at(Path(path))
-    run.write_json("config.json", config.to_dict())
-    run.write_json("environment.json", environment())
-    return _execute(run, config, on_event)
+    with run.locked():
+        run.write_json("config.json", config.to_dict())
+        run.write_json("environment.json", environment())
+        try:
+            return _execute(run, config, on_event)
+        except Interrupted:
+            raise
+        except FednlError:
+            if not (run.path / "rounds.jsonl").exists():
+                run.discard()
+            raise
 
 
 def resume(path: Path | str, on_event: OnEvent = lambda event: None) -> Run:
@@ -57,11 +67,13 @@ def resume(path: Path | str, on_event: OnEvent = lambda event: None) -> Run:
         The run, with the same bits as if it had never stopped.
 
     Raises:
-        SettingsError: the folder is no run.
-        FednlError: as `train`.
+        SettingsError: the folder is no run, or its settings were changed.
+        CheckpointError: its backbone, its data or its checkpoints are not what they were.
+        FednlError: as `train`; or another process is at work on the run.
     """
     run = Run.open(Path(path))
-    return _execute(run, config_of(run), on_event)
+    with run.locked():
+        return _execute(run, config_of(run), on_event)
 
 
 def evaluate(
@@ -86,6 +98,7 @@ def evaluate(
     """
     run = Run.open(Path(path))
     own = config_of(run)
+    check_settings(run, own)
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
@@ -94,25 +107,34 @@ def evaluate(
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
         if mine != theirs:
-            raise SettingsError(f"[{section}] was fixed when {path} was trained; change [data] or [evaluation] only.")
-    missing = [name for name in trained_arms(config) if not _finished(run, name)]
+            raise SettingsError(
+                f"[{section}] was fixed when {path} was trained; change only [data], [evaluation] or "
+                "memory.window-tokens."
+            )
+    missing = [name for name in trained_arms(config) if not _finished(run, config, name)]
     if missing:
         raise SettingsError(
             f"{path} has no finished rules for {', '.join(missing)}: run `fednl train --resume {path}` first, or "
             "leave out the arms that need them."
         )
-    name = config.data.task if config.data.tokens == own.data.tokens else f"{config.data.task}-{config.data.tokens}"
-    with _pool(run, config) as pool:
-        _measure(run, config, pool, _describe(pool), name, on_event, afresh=True)
+    on_event(_LOADING)
+    try:
+        with run.locked(), _pool(run, config) as pool:
+            facts = _describe(pool, on_event)
+            check_backbone(run, facts)
+            changed = changed_settings(own, config)
+            measure(run, config, pool, facts, on_event, changed=changed, afresh=config.evaluation.arms)
+    except KeyboardInterrupt:
+        raise Interrupted("Stopped while measuring; what was done is saved: run `fednl eval` again.") from None
     return run
 
 
-def partition_rows(config: Config) -> list[dict[str, Any]]:
+def partition_rows(config: Config, on_event: OnEvent = lambda event: None) -> list[dict[str, Any]]:
     """Lists who holds what under these settings: a row per client and split, with counts and hashes, no text."""
     from fednl.client import handlers
 
-    pool = InlinePool(handlers(config))
-    rows: list[dict[str, Any]] = _describe(pool)["partition"]
+    on_event(_LOADING)
+    rows: list[dict[str, Any]] = _describe(InlinePool(handlers(config)), on_event)["partition"]
     return rows
 
 
@@ -122,13 +144,21 @@ def config_of(run: Run) -> Config:
 
 
 def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
-    on_event({"event": "phase", "name": "loading the backbone and making the data"})
-    with _pool(run, config) as pool:
-        facts = _describe(pool)
-        run.write_json("partition.json", {"rows": facts["partition"], "backbone": facts["identity"]})
-        for name in trained_arms(config):
-            _train_arm(run, config, pool, facts, name, on_event)
-        _measure(run, config, pool, facts, config.data.task, on_event)
+    try:
+        check_settings(run, config)
+        on_event(_LOADING)
+        with _pool(run, config) as pool:
+            facts = _describe(pool, on_event)
+            check_backbone(run, facts)
+            check_data(run, facts)
+            run.write_json(FILE, origin(config, facts))
+            to_train = [name for name in trained_arms(config) if not _finished(run, config, name)]
+            forget(run, to_train)
+            for name in to_train:
+                _train_arm(run, config, pool, facts, name, on_event)
+            measure(run, config, pool, facts, on_event)
+    except KeyboardInterrupt:
+        raise Interrupted(f"Stopped; what was done is saved: go on with `fednl train --resume {run.path}`.") from None
     return run
 
 
@@ -152,17 +182,13 @@ def _pool(run: Run, config: Config) -> Iterator[Pool]:
 
 def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], name: str, on_event: OnEvent) -> None:
     """Runs the rounds of one arm, or what is left of them."""
-    from fednl.client import make_algorithm
-
     kind = TRAINED[name]
-    if _finished(run, name):
-        return
-    training = training_of(config, name)
     examples = {
         row["client"]: row["n"]
         for row in facts["partition"]
         if row["split"] == "train" and row["client"] not in config.data.hold_out_clients
     }
+    training = training_of(config, name, sum(map(bool, examples.values())))
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
     settings = config.federation
     if kind.pooled:
@@ -171,15 +197,20 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     def tell(event: Mapping[str, Any]) -> None:
         on_event({"arm": name, **event})
 
-    def validate(round: int, params: Params) -> dict[str, float]:
-        jobs = [Job("validate", {"arm": name, "client": c}, (pack(params),)) for c in sorted(examples)]
-        answers = [_answer(result) for result in pool.map(jobs)]
-        return {"loss": sum(a["loss"] for a in answers) / len(answers)}
-
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
     transport = ProcessTransport(pool, clients, {"arm": name})
-    start = unpack(_do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
-    _write_descriptions(run, config, facts, kind.folder)
+
+    def validate(round: int, params: Params) -> dict[str, float]:
+        states = transport.states()
+        own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
+        jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
+        # Each client counts once, and in the order of names, whoever answers first.
+        losses = {r.job.header["client"]: answer_of(r)["loss"] for r in pool.map(jobs)}
+        return {"loss": sum(losses[client] for client in own) / len(own)}
+
+    start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
+    if not kind.folder:
+        _write_descriptions(run, config, facts)
     run_rounds(
         make_algorithm(config, name),
         transport,
@@ -192,88 +223,10 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         on_event=tell,
         validate_round=validate if config.data.validation and name != "local-only" else None,
     )
-    run.write_json(_inside(kind.folder, "finished.json"), {"rounds": training.rounds})
+    run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
 
 
-def _measure(
-    run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], name: str, on_event: OnEvent, afresh: bool = False
-) -> None:
-    """Answers every client's test questions in every arm, arm by arm, and writes outcomes and rows."""
-    path = run.folder("results") / f"{name}.outcomes.jsonl"
-    found: dict[str, list[Outcome]] = load_outcomes(path) if path.exists() and not afresh else {}
-    with_test = [row["client"] for row in facts["partition"] if row["split"] == "test" and row["n"]]
-    try:
-        for arm in config.evaluation.arms:
-            if arm in found:
-                continue
-            asked = with_test
-            if VIEWS[arm].rules == "local-only":
-                asked = [client for client in with_test if client not in config.data.hold_out_clients]
-            found[arm] = _score_arm(run, config, pool, arm, asked, on_event)
-            save_outcomes(path, found)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"Stopped while measuring; the rules are trained and saved: go on with `fednl train --resume {run.path}`."
-        ) from None
-    measured: dict[str, list[Outcome]] = {arm: found[arm] for arm in config.evaluation.arms if found.get(arm)}
-    metrics = [m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"]
-    shared = {arm: shared_groups(config, VIEWS[arm].rules) for arm in measured if VIEWS[arm].rules in TRAINED}
-    rows = result_rows(
-        measured,
-        seed=config.run.seed,
-        tokens=config.data.tokens,
-        shared={arm: groups for arm, groups in shared.items() if groups},
-        metrics=metrics,
-    )
-    run.write_json(f"results/{name}.json", {"rows": rows})
-
-
-def _score_arm(
-    run: Run, config: Config, pool: Pool, arm: str, clients: Sequence[str], on_event: OnEvent
-) -> list[Outcome]:
-    rules = _rules_of(run, pool, VIEWS[arm].rules, clients)
-    jobs = [Job("score", {"arm": arm, "client": client}, (pack(rules[client]),)) for client in clients]
-    done, total = dict.fromkeys(clients, 0), len(clients) * config.data.test
-    on_event({"event": "phase", "name": f"measuring: {arm}", "arm": arm, "total": total})
-
-    def tell(job: Job, facts: dict[str, Any]) -> None:
-        done[job.header["client"]] = facts["done"]
-        on_event(
-            {"event": "step", "arm": arm, "client": job.header["client"], "done": sum(done.values()), "total": total}
-        )
-
-    answers = {result.job.header["client"]: _answer(result) for result in pool.map(jobs, tell)}
-    return [Outcome(**outcome) for client in clients for outcome in answers[client]["outcomes"]]
-
-
-def _rules_of(run: Run, pool: Pool, rules: str, clients: Sequence[str]) -> dict[str, Params]:
-    """The rules each client answers with: the shared ones, and its own where some are private."""
-    if not rules:
-        return {client: {} for client in clients}
-    if rules == "start":
-        start = unpack(_do(pool, Job("start", {"setup": "memory"})).blobs[0])[0]
-        return dict.fromkeys(clients, start)
-    folder = TRAINED[rules].folder
-    params, _ = read_tensors(run.path / _inside(folder, "final") / "params.safetensors")
-    checkpoint = load_newest(run.path / _inside(folder, "checkpoints"))
-    states = {} if checkpoint is None else checkpoint.client_states
-    return {client: personal(params, states.get(client, {})) for client in clients}
-
-
-def shared_groups(config: Config, name: str) -> list[str]:
-    """The groups of rules that cross the network in a trained arm, by name."""
-    kind = TRAINED[name]
-    if kind.pooled or kind.algorithm == "local-only":
-        return []
-    shared: Any = kind.shared or config.federation.shared
-    groups = ["lora"] if kind.setup == "lora" else ["write", "gate", "projection"]
-    if kind.setup == "memory" and config.lora.rank:
-        groups.append("lora")
-    names = {group: f"layers.0.memory.{group}.x" if group != "lora" else "layers.0.q_proj.lora_A" for group in groups}
-    return [group for group, name in names.items() if select([name], shared)] or [str(s) for s in [shared]]
-
-
-def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any], folder: str) -> None:
+def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:
     """Says beside the trained params what they belong to, so that `fednl.load` can use them."""
     description: dict[str, Any] = {
         "backbone": facts["backbone"],
@@ -281,40 +234,22 @@ def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any], fold
     }
     if config.lora.rank:
         description["lora"] = config.lora.model_dump(by_alias=True, exclude_none=True)
-    if folder == "":
-        for name in ("final", "best"):
-            run.write_json(f"{name}/rules.json", description)
+    for name in ("final", "best"):
+        run.write_json(f"{name}/rules.json", description)
 
 
-def _finished(run: Run, name: str) -> bool:
-    return (run.path / _inside(TRAINED[name].folder, "finished.json")).exists()
+def _finished(run: Run, config: Config, name: str) -> bool:
+    """Whether an arm has all the rounds that the settings ask for, and its rules are there."""
+    told = inside(name, "finished.json")
+    if not (run.path / told).exists() or not (run.path / inside(name, "final/params.safetensors")).exists():
+        return False
+    return run.read_json(told).get("rounds") == config.training.rounds
 
 
-def _inside(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
+def _describe(pool: Pool, on_event: OnEvent) -> dict[str, Any]:
+    """What a client says of its backbone and data; what it says meanwhile (a download) is passed on."""
 
+    def tell(job: Job, facts: dict[str, Any]) -> None:
+        on_event({"event": "note", "text": facts["note"]})
 
-def _describe(pool: Pool) -> dict[str, Any]:
-    return _answer(_do(pool, Job("describe")))
-
-
-def _do(pool: Pool, job: Job) -> Result:
-    result = next(iter(pool.map([job])))
-    _answer(result)
-    return result
-
-
-def _answer(result: Result) -> dict[str, Any]:
-    """What a job gave; what went wrong in it becomes the error it was."""
-    answer: dict[str, Any] = result.header["answer"]
-    if result.header["status"] == "ok":
-        return answer
-    if result.header["status"] == "lost":
-        raise FednlError(f"A worker process ended while it was at {result.job.op!r}; free memory and resume the run.")
-    kind: Any = getattr(errors, answer["type"], None)
-    if kind is not None and issubclass(kind, FednlError) and kind is not errors.MessageError:
-        raise kind(answer["message"])
-    raise CheckpointError(
-        f"{answer['type']} at {answer.get('where', 'an unknown place')} while a worker was at {result.job.op!r}; "
-        "this is a fault of fednl: please report it."
-    )
+    return answer_of(do(pool, Job("describe"), tell))

@@ -97,3 +97,23 @@ def test_personal_puts_private_rules_in() -> None:
     state = {"private/b": torch.tensor(2.0), "optimizer/step": torch.tensor(9.0)}
     own = p.personal({"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, state)
     assert p.equal(own, {"a": torch.tensor(0.0), "b": torch.tensor(2.0)})
+
+
+RULES = [f"layers.{i}.memory.{tensor}" for i in (0, 1) for tensor in ("gate.bias", "projection.k_up", "write.bias")]
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        ("theta", ["write", "gate", "projection"]),
+        ("memory", ["write", "gate"]),
+        ("all", ["write", "gate", "projection"]),
+        ("gate", ["gate"]),
+        (("gate", "layers.1.*"), ["gate", "layers.1.*"]),
+        (("layers.0.*", "layers.1.*"), ["write", "gate", "projection"]),
+        (("*.projection.*",), ["projection"]),
+        ("lora", []),
+    ],
+)
+def test_what_is_shared_in_few_words(shared: str | tuple[str, ...], words: list[str]) -> None:
+    assert p.shared_groups(RULES, shared) == words

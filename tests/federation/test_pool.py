@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -140,6 +142,23 @@ def test_a_worker_outlives_no_parent_pipe() -> None:
         worker.stdin.close()
         assert worker.wait(timeout=10) == 0
         assert header["answer"]["pid"] == worker.pid
+
+
+def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_job() -> None:
+    code = (
+        "import sys; from fednl.federation.pool import Job, WorkerPool\n"
+        "tell = lambda job, facts: print(facts['pid'], flush=True)\n"
+        "jobs = [Job('sleep', {'seconds_s': 60})] * 2\n"
+        "list(WorkerPool('federation_plain_worker', size=2).map(jobs, tell))"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **ENV}, **pipes) as parent:
+        assert parent.stdout is not None
+        assert all(int(parent.stdout.readline()) for _ in range(2))
+        parent.kill()
+        # The workers hold the other end of this pipe: it is at its end once the last of them is gone.
+        _, told = parent.communicate(timeout=20)
+    assert "Traceback" not in told
 
 
 def test_a_module_that_cannot_start_is_said_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -233,3 +233,37 @@ def test_more_rounds_go_on_where_the_schedule_is_constant(tmp_path: Path) -> Non
     parts.run()
     parts.training = constant
     assert equal(parts.run(), expected)
+
+
+def test_fewer_rounds_than_were_done_are_refused_and_more_go_on(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run")
+    toy.training = TRAINING.model_copy(update={"schedule": "constant"})
+    toy.run(stop_after=3)
+    toy.training = toy.training.model_copy(update={"rounds": 2})
+    with pytest.raises(CheckpointError, match=r"have 3 rounds, and training\.rounds = 2: set it to at least 3"):
+        toy.run()
+    toy.training = toy.training.model_copy(update={"rounds": 5})
+    toy.run()
+    assert [row["round"] for row in toy.rows()] == [1, 2, 3, 4, 5]
+
+
+def test_rows_that_are_missing_are_told_and_change_nothing_else(tmp_path: Path, uninterrupted: Any) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(validate_round=score, stop_after=3)
+    rows = toy.path / "rounds.jsonl"
+    rows.write_bytes(rows.read_bytes().splitlines(keepends=True)[0] + b'{"round": 2, "torn')
+    params, tensors, best, _ = resumed(toy)
+    assert equal(params, uninterrupted[0]) and equal(tensors, uninterrupted[1]) and best == uninterrupted[2]
+    assert [row["round"] for row in toy.rows()] == [1, 4]
+    assert [e["text"] for e in toy.events if e["event"] == "note"] == ["2 of 3 rounds are missing in rounds.jsonl"]
+
+
+def test_without_any_checkpoint_the_rounds_begin_again_and_it_is_told(tmp_path: Path, uninterrupted: Any) -> None:
+    toy = bench(tmp_path / "run")
+    toy.run(validate_round=score, stop_after=2)
+    shutil.rmtree(toy.path / "checkpoints")
+    assert not [event for event in toy.events if event["event"] == "note"]
+    assert same(resumed(toy), uninterrupted)
+    assert [e["text"] for e in toy.events if e["event"] == "note"] == [
+        "no checkpoint is left, so the rounds begin again with the first"
+    ]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from synthetic import CONFIG, make_run, round_row, rows_at
 
-from fednl.errors import SettingsError
+from fednl.errors import CheckpointError, SettingsError
 from fednl.evaluation.needles import result_rows
 from fednl.evaluation.outcomes import Outcome
 from fednl.report import report, terminal_table
@@ -75,7 +75,7 @@ def test_an_unfinished_run_is_said_plainly(tmp_path: Path) -> None:
     run.append_jsonl("rounds.jsonl", round_row(1) | {"updated": False, "reason": "quorum: 1 of 2 replies"})
     text = report([run.path])
     assert f"federated rules: 1 of 2 rounds are done; continue with `fednl train --resume {run.path}`" in text
-    assert f"Nothing is measured yet: run `fednl eval {run.path}`" in text
+    assert f"Nothing is measured yet; `fednl train --resume {run.path}` goes on" in text
     assert "environment.json is missing" in text
     assert "left the model as it was, federated rules: quorum: 1 of 2 replies (round 1)" in text
 
@@ -100,6 +100,47 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path, content: 
     for name in ("broken.json", "environment.json", "rounds.jsonl line 1"):
         assert name in text
     assert "federated rules minus window only" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("results/needles.json", {"rows": [rows_at(320)[0] | {"value": "much"}]}),
+        ("results/needles.json", {"rows": [rows_at(320)[0] | {"client": [1]}]}),
+        ("config.json", CONFIG | {"federation": {"shared": 3}}),
+        ("rounds.jsonl", {"round": 1, "clients": 3}),
+    ],
+)
+def test_values_of_another_kind_are_one_sentence(tmp_path: Path, name: str, row: dict[str, object]) -> None:
+    run = make_run(tmp_path / "a-run")
+    run.append_jsonl(name, row) if name.endswith("l") else run.write_json(name, row)
+    with pytest.raises(CheckpointError, match=r"a-run: a value in .* is not of the kind that fednl writes"):
+        report([run.path])
+
+
+def test_rounds_that_are_missing_are_counted_by_their_numbers(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    run.truncate_jsonl("rounds.jsonl", 0)
+    run.append_jsonl("rounds.jsonl", round_row(2))
+    text = report([run.path])
+    assert "1 of 2 rounds of federated rules are missing in rounds.jsonl" in text
+    assert "Unfinished" not in text
+
+
+def test_the_precision_that_was_used_is_printed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    run.write_json("config.json", CONFIG | {"backbone": {"id": "smollm2-135m", "dtype": "auto"}})
+    run.write_json("partition.json", run.read_json("partition.json") | {"dtype": "bfloat16"})
+    line = next(line for line in report([run.path]).splitlines() if line.startswith("- Backbone"))
+    assert line.endswith(", bfloat16")
+
+
+def test_results_under_other_settings_name_them_and_no_folder(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    changed = {"data.filler": "/home/someone/essays.txt", "data.events": 6}
+    run.write_json("results/needles-events-6.json", {"rows": rows_at(320), "changed": changed})
+    text = report([run.path])
+    assert "other settings: data.filler = essays.txt, data.events = 6." in text and "/home" not in text
 
 
 def test_rows_that_lack_something_are_left_out(tmp_path: Path) -> None:
@@ -131,7 +172,7 @@ def test_several_runs_are_compared_first(tmp_path: Path) -> None:
     assert head.count(" federated rules |") == 3
     assert "640" in head
     assert text.count("\n# ") == 2
-    assert "## needles-640, 640 tokens" in text
+    assert text.rindex("## needles, 320 tokens") < text.index("## needles-640, 640 tokens")
     empty = Run.at(tmp_path / "empty")
     empty.write_json("config.json", CONFIG)
     assert "None of the runs is measured yet" in report([empty.path, empty.path])

@@ -49,6 +49,7 @@ def partition_rows(clients: Mapping[str, Splits]) -> list[PartitionRow]:
 def _row(client: str, split: str, examples: Sequence[NeedleExample]) -> PartitionRow:
     digest = hashlib.sha256()
     for one in examples:
-        digest.update(json.dumps([one.prompt_ids, one.candidate_ids, one.gold, one.removed_ids]).encode())
+        parts = [one.prompt_ids, one.candidate_ids, one.gold, one.removed_ids, *one.further]
+        digest.update(json.dumps(parts).encode())
     tokens = sum(len(one.prompt_ids) for one in examples)
     return PartitionRow(client, split, len(examples), tokens, digest.hexdigest())

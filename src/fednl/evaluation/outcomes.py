@@ -72,7 +72,7 @@ def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
     """
     names = [field.name for field in fields(Outcome)]
     arms: dict[str, list[Outcome]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
             outcome = Outcome(**{name: record[name] for name in names})

@@ -145,7 +145,7 @@ def read_tensors(path: Path) -> tuple[Params, dict[str, Any]]:
     try:
         return unpack(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}; restore it from a copy.") from None
     except MessageError:
         raise CheckpointError(f"{path} is damaged: restore it from a copy.") from None
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -15,6 +18,7 @@ MARK = b"\x00fednl-frames-1\x00"
 """A worker's first bytes; whatever was printed before them is no frame."""
 
 _MOST_HEADER_BYTES = 2**26
+_WATCH_S = 1.0
 
 Blobs: TypeAlias = Sequence[bytes]
 OnProgress: TypeAlias = Callable[[dict[str, Any]], None]
@@ -87,23 +91,32 @@ def describe_failure(error: BaseException) -> dict[str, str]:
 def serve(handlers: Mapping[str, Handler]) -> None:
     """Is a worker's main loop: answers jobs from standard input until it ends.
 
-    Standard output belongs to the frames from here on; what any code prints goes to standard error.
+    Standard output belongs to the frames from here on; what any code prints goes to standard error. The process
+    ends with its parent, whatever it is at.
 
     Args:
         handlers: by operation, what takes (header, blobs, on_progress) and gives (header, blobs). Of an
             exception, type and place travel; the words only of a FednlError.
     """
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="fednl-parent", daemon=True).start()
     sys.stdout.flush()
     frames_in, frames_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    with frames_in, frames_out:
+    with contextlib.suppress(BrokenPipeError), frames_in, frames_out:  # a parent that is gone reads no answer
         frames_out.write(MARK)
         frames_out.flush()
         while (frame := read_frame(frames_in)) is not None:
             _write(frames_out, *_answer(handlers, *frame, frames_out))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone, also in the middle of a long job that writes nothing."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)
 
 
 def _answer(

@@ -172,7 +172,8 @@ def _check_start(
         check_shared(params, algorithm.lets_out)
     examples = transport.examples()
     if not clients or (len(examples) == len(clients) and not any(examples.values())):
-        raise DataError(f"None of the {len(clients)} clients has a training example: check [data] and its files.")
+        who = f"None of the {len(clients)} clients has a training example" if clients else "No client takes part"
+        raise DataError(f"{who}: check [data] and its files.")
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")

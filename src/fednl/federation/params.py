@@ -68,6 +68,25 @@ def check_shared(names: Iterable[str], shared: str | Sequence[str]) -> None:
             )
 
 
+def shared_groups(names: Iterable[str], shared: str | Sequence[str]) -> list[str]:
+    """Says in few words what a `shared` setting lets out: the groups that travel whole, then patterns for the rest.
+
+    Args:
+        names: the canonical names there are.
+        shared: as in `select`.
+    """
+    names = list(names)
+    travels = set(select(names, shared))
+    known = [*SHARED_PRESETS["theta"], *sorted({group_of(name) for name in names} - {""})]
+    whole = []
+    for group in dict.fromkeys(known):
+        members = {name for name in names if group_of(name) == group}
+        if members and members <= travels:
+            whole.append(group)
+    rest = [name for name in travels if group_of(name) not in whole]
+    return whole + [entry for entry in _entries(shared) if any(_matches(name, entry) for name in rest)]
+
+
 def weighted_mean(items: Iterable[tuple[Params, float]]) -> Params:
     """Averages params with weights by the closed form, sum of w_k p_k over sum of w_k, in float64.
 

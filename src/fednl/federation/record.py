@@ -112,6 +112,8 @@ def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: 
 
 def begin(fed: Federation, params: Params) -> Point:
     """A fresh start: every client holds the start values of what is private to it."""
+    if (fed.run.path / fed.inside("rounds.jsonl")).exists():
+        fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
     private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
     fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
@@ -131,12 +133,19 @@ def resume(fed: Federation, params: Params) -> Point | None:
                 f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
                 "the settings of that run, or start a new one."
             )
+    if checkpoint.round > fed.training.rounds:
+        raise CheckpointError(
+            f"The checkpoints in {folder} have {checkpoint.round} rounds, and training.rounds = {fed.training.rounds}: "
+            f"set it to at least {checkpoint.round}, or start a new run."
+        )
     if _layout(checkpoint.params) != _layout(params):
         raise CheckpointError(f"The checkpoints in {folder} hold other rules than this model has: start anew.")
     if checkpoint.skipped:
         fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
     fed.transport.restore(checkpoint.client_states)
-    fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
+    rows = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
+    if rows < checkpoint.round:
+        fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed)
 

@@ -37,7 +37,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
 
 
 def run_facts(run: Run, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Gathers what a run says of itself beside its settings: `backbone` (a dict), `filler_sha256`.
+    """Gathers what a run says of itself beside its settings: `backbone` (a dict), `dtype`, `filler_sha256`.
 
     Args:
         run: the run; its `environment.json` and `partition.json` are read.
@@ -45,7 +45,7 @@ def run_facts(run: Run, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     facts, _ = _read(run, "environment.json")
     for told in [_read(run, "partition.json")[0], *results]:
-        facts |= {key: value for key, value in told.items() if key != "rows"}
+        facts |= {key: told[key] for key in ("backbone", "dtype", "filler_sha256") if key in told}
     return facts
 
 
@@ -96,11 +96,14 @@ def training_lines(run: Run) -> list[str]:
         except CheckpointError as error:
             notes.append(escape(str(error)))
             continue
+        last = rounds[-1].get("round", len(rounds)) if rounds else 0
         if rounds:
             body.append(_arm_line(escape(arm), rounds, planned))
             notes += _left_out(escape(arm), rounds)
-        if isinstance(planned, int) and len(rounds) < planned:
-            done = f"{escape(arm)}: {len(rounds)} of {planned} rounds are done"
+        if rounds and isinstance(last, int) and len(rounds) < last:
+            notes.append(f"{last - len(rounds)} of {last} rounds of {escape(arm)} are missing in rounds.jsonl.")
+        if isinstance(planned, int) and isinstance(last, int) and last < planned:
+            done = f"{escape(arm)}: {last} of {planned} rounds are done"
             notes.append(f"Unfinished: {done}; continue with `fednl train --resume {run.path}`.")
     head = ["trained", "rounds", "training loss, first to last", "validation loss", "seconds"]
     head += ["up, per client and round", "down, per client and round", "up in all", "down in all"]
@@ -159,6 +162,8 @@ def _backbone(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     identity = facts.get("backbone")
     settings = _section(config, "backbone")
     dtype = f", {settings['dtype']}" if "dtype" in settings else ""
+    if "dtype" in facts:  # what "auto" came to
+        dtype = f", {escape(facts['dtype'])}"
     if not isinstance(identity, Mapping):
         # A local folder's path is nobody else's business: its name is enough.
         return f"{escape(Path(str(settings.get('id', 'not recorded'))).name)}{dtype}; identity not recorded"

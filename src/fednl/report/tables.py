@@ -10,7 +10,7 @@ from fednl.errors import CheckpointError
 from fednl.evaluation.needles import MACRO, METRICS, Row, leaks
 from fednl.evaluation.settings import ARMS
 from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
-from fednl.report.words import escape, markdown_table, number, percent
+from fednl.report.words import escape, markdown_table, name_only, number, percent
 from fednl.runs import Run
 
 if TYPE_CHECKING:
@@ -41,11 +41,21 @@ def report(paths: Sequence[Path]) -> str:
 
     Raises:
         SettingsError: a path is not a run folder.
+        CheckpointError: a run's files hold values of another kind than was written.
     """
     runs = [Run.open(Path(path)) for path in paths]
-    parts = [_compared(runs)] if len(runs) > 1 else []
-    parts += [_run(run) for run in runs]
-    return "\n\n".join(parts) + "\n"
+    parts = [_readable(run) for run in runs]
+    return "\n\n".join([_compared(runs), *parts] if len(runs) > 1 else parts) + "\n"
+
+
+def _readable(run: Run) -> str:
+    try:
+        return _run(run)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # of a list for a number, and the like
+        raise CheckpointError(
+            f"{run.path}: a value in config.json, partition.json, rounds.jsonl or results/ is not of the kind that "
+            f"fednl writes ({error}); restore the file that was edited."
+        ) from error
 
 
 def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
@@ -80,7 +90,7 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 
 def _results(run: Run) -> Iterator[tuple[str, dict[str, Any] | CheckpointError]]:
     """Reads the results of a run, file by file in the order of their names; a damaged one gives its error."""
-    for path in sorted((run.path / "results").glob("*.json")):
+    for path in sorted((run.path / "results").glob("*.json"), key=lambda path: path.stem):
         try:
             yield path.stem, run.read_json(f"results/{path.name}")
         except CheckpointError as error:
@@ -93,16 +103,17 @@ def _run(run: Run) -> str:
     parts = [f"# {escape(run.path.name)}", "\n".join(setup_lines(run, facts)), "## Training"]
     parts += training_lines(run)
     if not results:
-        parts.append(f"Nothing is measured yet: run `fednl eval {run.path}`.")
+        parts.append(f"Nothing is measured yet; `fednl train --resume {run.path}` goes on.")
     for task, result in results:
         if isinstance(result, CheckpointError):
             parts.append(f"## {escape(task)}\n\n{escape(str(result))}")
             continue
         rows = _usable(result)
+        changed = result.get("changed")
         if not rows:
             parts.append(f"## {escape(task)}\n\nresults/{escape(task)}.json holds no rows.")
         for alike in _by_tokens(rows):
-            parts += _result(task, alike, run)
+            parts += _result(task, alike, run, changed if isinstance(changed, dict) else {})
     return "\n\n".join(parts)
 
 
@@ -116,10 +127,13 @@ def _usable(result: Mapping[str, Any]) -> list[Row]:
     return [row for row in found if row["metric"] != "difference" or row.get("of") in METRICS]
 
 
-def _result(task: str, rows: Sequence[Row], run: Run) -> list[str]:
-    """The section of one results file at one prompt length."""
+def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]) -> list[str]:
+    """The section of one results file at one prompt length; `changed` holds settings that are not the run's own."""
     tokens = rows[0].get("tokens")
     parts = [f"## {escape(task)}" + (f", {tokens} tokens" if tokens else "")]
+    if changed:
+        words = [f"{escape(key)} = {escape(name_only(value))}" for key, value in changed.items()]
+        parts.append(f"The run's own rules under other settings: {', '.join(words)}.")
     for metric in METRICS:
         if _arms(rows, metric):
             parts += [f"### {_TITLES[metric]}", _arm_table(rows, metric)]

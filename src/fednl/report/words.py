@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def escape(text: object) -> str:
     """Makes a name safe inside a Markdown table: one line, no column break."""
     return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def name_only(value: object) -> object:
+    """Leaves of a path its last part: the user's folders are nobody's business."""
+    return Path(value).name if isinstance(value, str) else value
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,185 @@
+"""Measures what was trained: every client's test questions, arm by arm, into `results/` of the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
+from fednl.config import Config
+from fednl.errors import CheckpointError, DataError, FednlError
+from fednl.evaluation.needles import METRICS, result_rows
+from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.settings import ARMS
+from fednl.federation.checkpoint import load_newest, read_tensors
+from fednl.federation.inline import Pool
+from fednl.federation.jobs import answer_of, do
+from fednl.federation.params import Params, personal, shared_groups
+from fednl.federation.pool import Job
+from fednl.federation.wire import pack, unpack
+from fednl.origin import FILE
+from fednl.runs import Run
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+_OUTCOMES = ".outcomes.jsonl"
+# They change what is trained or how fast it is measured, not what a test question is.
+_SAME_QUESTIONS = {f"data.{key}" for key in ("task", "train", "validation", "questions")}
+_SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
+
+
+def changed_settings(own: Config, config: Config) -> dict[str, Any]:
+    """Gives the settings under which a run's rules meet other questions than the run's own, by `section.key`."""
+    then, now = own.to_dict(), config.to_dict()
+    return {
+        f"{section}.{key}": value
+        for section in ("data", "memory", "evaluation")
+        for key, value in now[section].items()
+        if value != then[section].get(key) and f"{section}.{key}" not in _SAME_QUESTIONS
+    }
+
+
+def results_name(task: str, changed: Mapping[str, Any]) -> str:
+    """Names a results file so that other settings never overwrite the run's own: `needles-640-events-6`."""
+    parts = [task]
+    for name, value in changed.items():
+        key = name.partition(".")[2]
+        text = Path(value).name if key == "filler" else "-".join(value) if isinstance(value, list) else str(value)
+        parts.append(text if key == "tokens" else f"{key}-{text or 'none'}")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+
+
+def measure(
+    run: Run,
+    config: Config,
+    pool: Pool,
+    facts: Mapping[str, Any],
+    on_event: OnEvent,
+    *,
+    changed: Mapping[str, Any] | None = None,
+    afresh: Collection[str] = (),
+) -> None:
+    """Answers the test questions in every arm not measured yet, and writes outcomes and rows.
+
+    Each arm is on disk when it is done; arms measured before stay in the rows beside those asked for now.
+
+    Args:
+        run: the run, with the rules of its arms trained.
+        config: what is measured, and in which arms.
+        pool: who does the work.
+        facts: what a client said of its data.
+        on_event: is told what happens.
+        changed: the settings that are not the run's own.
+        afresh: arms that are measured again.
+
+    Raises:
+        FednlError: something went wrong in a job, or a file is damaged or cannot be written.
+    """
+    name = results_name(config.data.task, changed or {})
+    path = run.folder("results") / f"{name}{_OUTCOMES}"
+    asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
+    found = {
+        arm: outcomes
+        for arm, outcomes in _earlier(path, on_event).items()
+        if len(outcomes) == sum(asked.get(arm, {}).values())
+    }
+    for arm in config.evaluation.arms:
+        if arm in found and arm not in afresh:
+            continue
+        found[arm] = _score_arm(run, config, pool, arm, asked[arm], on_event)
+        try:
+            save_outcomes(path, found)
+        except OSError as error:
+            raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
+    measured = {arm: found[arm] for arm in ARMS if found.get(arm)}
+    groups = {arm: _shared(run, config, VIEWS[arm].rules) for arm in measured if VIEWS[arm].rules in TRAINED}
+    rows = result_rows(
+        measured,
+        seed=config.run.seed,
+        tokens=config.data.tokens,
+        shared={arm: shared for arm, shared in groups.items() if shared},
+        metrics=[m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"],
+    )
+    run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
+
+
+def forget(run: Run, trained: Collection[str]) -> None:
+    """Removes the results of arms whose rules are about to be trained further: they are no longer of those rules.
+
+    Args:
+        run: the run.
+        trained: names in `TRAINED`.
+    """
+    for path in (run.path / "results").glob(f"*{_OUTCOMES}"):
+        if any(arm not in VIEWS or VIEWS[arm].rules in trained for arm in _earlier(path)):
+            path.unlink()
+            path.with_name(path.name.removesuffix(_OUTCOMES) + ".json").unlink(missing_ok=True)
+
+
+def _earlier(path: Path, on_event: OnEvent = lambda event: None) -> dict[str, list[Outcome]]:
+    """The outcomes of earlier sittings; damaged ones are told and measured again."""
+    try:
+        return load_outcomes(path) if path.exists() else {}
+    except DataError:
+        on_event({"event": "note", "text": f"{path} is damaged, so everything in it is measured again"})
+        return {}
+
+
+def _asked(run: Run, facts: Mapping[str, Any], arm: str) -> dict[str, int]:
+    """Which clients answer in an arm, and how many questions; one that did not train has no rules of its own."""
+    tests = {row["client"]: row["n"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
+    if VIEWS[arm].rules != "local-only":
+        return tests
+    rows = run.read_json(FILE)["rows"]
+    trained = {row["client"] for row in rows if row["split"] == "train" and row["n"]}
+    return {client: n for client, n in tests.items() if client in trained}
+
+
+def _score_arm(
+    run: Run, config: Config, pool: Pool, arm: str, asked: Mapping[str, int], on_event: OnEvent
+) -> list[Outcome]:
+    clients = list(asked)
+    rules = _rules_of(run, config, pool, VIEWS[arm].rules, clients)
+    jobs = [Job("score", {"arm": arm, "client": client}, (pack(rules[client]),)) for client in clients]
+    done, total = dict.fromkeys(clients, 0), sum(asked.values())
+    on_event({"event": "phase", "name": f"measuring: {arm}", "arm": arm, "total": total})
+
+    def tell(job: Job, facts: dict[str, Any]) -> None:
+        done[job.header["client"]] = facts["done"]
+        on_event(
+            {"event": "step", "arm": arm, "client": job.header["client"], "done": sum(done.values()), "total": total}
+        )
+
+    answers = {result.job.header["client"]: answer_of(result) for result in pool.map(jobs, tell)}
+    return [Outcome(**outcome) for client in clients for outcome in answers[client]["outcomes"]]
+
+
+def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequence[str]) -> dict[str, Params]:
+    """The rules each client answers with: the shared ones, and its own where some are private."""
+    if not rules:
+        return {client: {} for client in clients}
+    if rules == "start":
+        start = unpack(do(pool, Job("start", {"setup": "memory"})).blobs[0])[0]
+        return dict.fromkeys(clients, start)
+    path = run.path / inside(rules, "final/params.safetensors")
+    params, header = read_tensors(path)
+    if len(make_algorithm(config, rules).shared(params)) == len(params):
+        return dict.fromkeys(clients, params)
+    folder = run.path / inside(rules, "checkpoints")
+    checkpoint = load_newest(folder)
+    if checkpoint is None or checkpoint.round != header.get("round"):
+        raise CheckpointError(
+            f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
+            f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
+        )
+    return {client: personal(params, checkpoint.client_states.get(client, {})) for client in clients}
+
+
+def _shared(run: Run, config: Config, rules: str) -> list[str]:
+    """The groups of rules that crossed the network while these rules were trained."""
+    algorithm = make_algorithm(config, rules)
+    if TRAINED[rules].pooled or not algorithm.traits.shares:
+        return []
+    params, _ = read_tensors(run.path / inside(rules, "final/params.safetensors"))
+    return shared_groups(params, algorithm.lets_out)

@@ -1,0 +1,68 @@
+"""What one process holds: setups that come and go, losses that depend on nothing but rules and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fednl.client import Bench
+from fednl.errors import BackboneError, CheckpointError
+from fednl.training import partition_rows, train
+from small_run import byte_tokenizer, settings, tiny_backbone
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+def test_the_validation_loss_does_not_depend_on_the_batch(backbone: Path) -> None:
+    losses = []
+    for batch in (1, 2, 5):
+        bench = Bench(settings(backbone, data={"validation": 5, "train": 1, "test": 1}, evaluation={"batch": batch}))
+        # Dates have answers of unlike lengths, so a mean of means would depend on who stands beside whom.
+        lengths = {len(one.candidate_ids[one.gold]) for one in bench.data["name-date"].validation}
+        assert len(lengths) > 1
+        loss, tokens = bench.validate("federated", "name-date", bench.start("memory"))
+        assert tokens == sum(len(one.candidate_ids[one.gold]) for one in bench.data["name-date"].validation)
+        losses.append(loss)
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+
+
+def test_a_setup_that_failed_to_mount_is_not_taken_for_mounted(backbone: Path) -> None:
+    bench = Bench(settings(backbone, memory={"start": "public"}))
+    with torch.no_grad():
+        ids = torch.tensor([bench.data["passkey"].test[0].prompt_ids])
+        bare = bench.model(ids).logits
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match='"public": none are shipped'):
+                bench.mount("memory")
+        bench.mount("bare")
+        assert torch.equal(bench.model(ids).logits, bare)
+
+
+def test_a_backbone_that_is_not_recognised_is_named_with_its_key(tmp_path: Path, backbone: Path) -> None:
+    tokenizer = byte_tokenizer()
+    size = {"vocab_size": len(tokenizer), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=1)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(BackboneError, match=rf'^backbone\.id = "{folder}": .*gpt2.* use one of: llama'):
+        train(settings(backbone).with_overrides([f"backbone.id={folder}"]), tmp_path / "run")
+
+
+def test_what_is_said_while_loading_reaches_the_display(backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fednl.models import load_backbone
+
+    def slow(chosen: Any, progress: Any = None) -> Any:
+        progress("downloading 93 MB")
+        return load_backbone(chosen)
+
+    monkeypatch.setattr("fednl.client.load_backbone", slow)
+    told: list[Any] = []
+    partition_rows(settings(backbone), told.append)
+    assert {"event": "note", "text": "downloading 93 MB"} in told
