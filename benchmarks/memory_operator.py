@@ -1,6 +1,6 @@
 """How the memory operator's cost grows with length, and how it compares; one process, one thread, medians.
 
-python benchmarks/operator.py
+python benchmarks/memory_operator.py
 
 Prints Markdown: CPU milliseconds forward and forward + backward at each length, and ratios. Batch 1, 9 query and 9 KV
 heads of 64, float32, as transformers' own chunked gated delta rule takes no grouped heads.
