@@ -248,7 +248,7 @@ class Bench:
     def _load_start(self, memory: MemoryConfig) -> None:
         """Gives the mounted memory the rules that `memory.start` names; fresh ones are centred on generated text."""
         if memory.start == "fresh":
-            if memory.rank:
+            if memory.rank or memory.keys == "context":
                 text = generated_text(python_rng(CENTRE_SEED, "centre"), CENTRE_SENTENCES)
                 ids = encode_texts(self.backbone.tokenizer, [text])
                 centre(self.model, torch.tensor(ids, device=self.model.device))

@@ -1,15 +1,11 @@
-"""The running average of keys, against the loop that defines it."""
+"""The running average, against the loop that defines it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fednl.memory import MemoryConfig
-from fednl.memory.layer import MemoryLayer
 from fednl.memory.smear import before, smear
-from fednl.memory.window import PassContext, window_context
-from memory.models import tokens
 
 
 def loop(x: torch.Tensor, decay: torch.Tensor, keep: torch.Tensor | None, carry: torch.Tensor | None) -> torch.Tensor:
@@ -57,26 +53,3 @@ def test_pieces_equal_one_pass_and_the_shift_takes_the_carry() -> None:
     torch.testing.assert_close(end, last)
     shifted = torch.cat([before(first, None), before(second, carry)], 1)
     torch.testing.assert_close(shifted, torch.cat([torch.zeros_like(x[:, :1]), whole[:, :-1]], 1))
-
-
-def test_a_value_is_found_again_by_the_words_before_it() -> None:
-    """What `keys = "context"` is for: without any training, the read after the same words is the value after them."""
-    config = MemoryConfig(keys="context", write="leaving", write_start=0.1)
-    memory = MemoryLayer(16, 2, 1, 64, config, torch.Generator().manual_seed(0))
-    phrase = [7, 21, 33, 48]
-    filler = [token for token in tokens(1, 60, seed=4)[0].tolist() if token not in phrase][:40]
-    ids = [*filler[:10], *phrase, 60, *filler[10:], *phrase]
-    k = draw(64, 64, seed=1).float()[ids][None]
-    v = draw(1, len(ids), 64, seed=2).float()
-    index = torch.arange(len(ids))[None]
-    context = PassContext(index=index, keep=None, cache=None, counts=torch.tensor([len(ids)]))
-    window = window_context(context, 8, 0, lambda like, positions: (positions, positions), k)
-    nothing, x = torch.zeros(1, len(ids), 128), torch.zeros(1, len(ids), 16)
-    out, _ = memory(nothing, x, k.repeat(1, 1, 2), k, v, None, None, window, 1.0)
-    similarity = torch.cosine_similarity(out[0, -1, :64][None], v[0], dim=-1)
-    assert int(similarity.argmax()) == 14, "the strongest match must be the value's position"
-
-
-def test_keys_from_context_need_a_projection() -> None:
-    with pytest.raises(ValueError, match='keys = "context" needs a projection'):
-        MemoryConfig(keys="context", rank=0)

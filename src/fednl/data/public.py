@@ -30,7 +30,8 @@ def public_needle(rng: random.Random, most_events: int = MOST_EVENTS) -> Needle:
     """
     kind = rng.choice(sorted(VALUES))
     fitting = [relation for relation in RELATIONS if kind in relation.values]
-    count = rng.randint(FEWEST_EVENTS, most_events)
+    # Where there is room every wrong candidate stands in the text too: knowing which values do is no answer.
+    count = rng.randint(min(CANDIDATES, most_events), most_events)
     one_relation, one_wording = rng.random() < 0.7, rng.random() < 0.5
     values = _distinct(rng, VALUES[kind], max(count, CANDIDATES), [])
     relation, attribute, wording = _wording(rng, fitting)
@@ -82,10 +83,10 @@ def _distinct(rng: random.Random, draw: Draw, count: int, taken: list[str]) -> l
 def build_public(
     tokenizer: Tokenizer, n: int, tokens: int, window_tokens: int, seed: int, questions: int = 1
 ) -> list[NeedleExample]:
-    """Makes practice examples: 2 to 6 facts of many kinds in generated filler, a question about one.
+    """Makes practice examples: 4 to 6 facts of many kinds in generated filler, a question about one.
 
     No client's sentence, kind of value or list of keys is used. A budget of less than about 200 tokens gets
-    fewer facts. Events keep their distance from the answer as in `needles.build`.
+    fewer facts, at least 2. Events keep their distance from the answer as in `needles.build`.
 
     Args:
         tokenizer: the backbone's.

@@ -18,7 +18,7 @@ ClientState: TypeAlias = dict[str, torch.Tensor]
 
 SHARED_PRESETS: dict[str, tuple[str, ...]] = {
     "memory": ("write", "gate"),
-    "theta": ("write", "gate", "projection"),
+    "theta": ("write", "gate", "projection", "address"),
     "lora": ("lora",),
     "all": ("*",),
 }

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fednl.errors import BackboneError
+from fednl.memory.address import Addresses
 from fednl.memory.layer import MemoryLayer
 from fednl.memory.layer_hooks import IMPLEMENTATION, Site
 from fednl.memory.model_pass import begin_call, begin_pass, end_call, end_pass
@@ -56,14 +57,18 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     decoder = find_decoder(model)
     backbone: Any = decoder
     _check_window(decoder, config)
-    owner = Attachment(decoder, config, _memories(decoder, config, seed), backbone.config._attn_implementation)
+    memories, addresses = _memories(decoder, config, seed)
+    owner = Attachment(decoder, config, memories, backbone.config._attn_implementation, addresses)
     if config.window_tokens:
         model.set_attn_implementation(IMPLEMENTATION)
     freeze(model)
     for index, block in enumerate(backbone.layers):
         if index in owner.layers:
             block.self_attn.memory = owner.layers[index]
-        if index in owner.layers or config.window_tokens:
+        has_addresses = addresses is not None and index == config.address_layer
+        if has_addresses:
+            block.self_attn.addresses = addresses
+        if index in owner.layers or has_addresses or config.window_tokens:
             owner.handles.append(Site(block.self_attn, index, owner))
     names = tuple(inspect.signature(decoder.forward).parameters)
     owner.handles.append(decoder.register_forward_pre_hook(partial(begin_pass, owner, names), with_kwargs=True))
@@ -111,24 +116,32 @@ def closed(model: PreTrainedModel) -> Iterator[None]:
 def rules(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns the live trainable rules of the memory by canonical name, `layers.{i}.memory.{group}.{tensor}`."""
     owner = attachment(model)
-    return {
+    found = {
         f"layers.{index}.memory.{name}": parameter
         for index, memory in sorted(owner.layers.items())
         for name, parameter in memory.named_parameters()
     }
+    if owner.addresses is not None:
+        prefix = f"layers.{owner.config.address_layer}.memory.address"
+        found |= {f"{prefix}.{name}": parameter for name, parameter in owner.addresses.named_parameters()}
+    return found
 
 
-def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> dict[int, MemoryLayer]:
-    """Fresh rules for every layer that gets a memory, on that layer's device."""
+def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict[int, MemoryLayer], Addresses | None]:
+    """Fresh rules for every layer that gets a memory, and its addresses, on that layer's device."""
     backbone: Any = decoder
     settings = backbone.config
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     shape = (settings.hidden_size, settings.num_attention_heads, settings.num_key_value_heads, head_dim)
     generator = torch.Generator().manual_seed(seed)
-    return {
-        index: MemoryLayer(*shape, config, generator).to(backbone.layers[index].self_attn.q_proj.weight.device)
-        for index in config.layer_numbers(len(backbone.layers))
-    }
+    numbers = config.layer_numbers(len(backbone.layers))
+    devices = [block.self_attn.q_proj.weight.device for block in backbone.layers]
+    memories = {index: MemoryLayer(*shape, config, generator).to(devices[index]) for index in numbers}
+    if config.keys == "token" or not numbers:
+        return memories, None
+    hidden, _, kv_heads, head_dim = shape
+    addresses = Addresses(hidden, kv_heads, head_dim, config.address_rank, generator)
+    return memories, addresses.to(devices[config.address_layer])
 
 
 def _check_window(decoder: nn.Module, config: MemoryConfig) -> None:

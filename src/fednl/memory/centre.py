@@ -9,19 +9,20 @@ from torch import Tensor, nn
 
 from fednl.errors import BackboneError
 from fednl.memory.attach import closed
-from fednl.memory.layer import MemoryLayer
 from fednl.memory.sites import attachment
+
+LARGEST_SCALE = 1e3
 
 
 def centre(model: nn.Module, input_ids: Tensor) -> None:
-    """Sets every memory layer's shift of q and k to minus their mean over a text.
+    """Takes what all keys have in common over a text out of them: out of each layer's q and k, or of the addresses.
 
     A language model's keys share a large common part: before rotary embedding, two keys of SmolLM2-135M have a
     cosine of 0.5 to 0.8 whatever their tokens. Each write then erases much of every other. Without the common
     part the mean cosine is about 0.05, and what was written stays until it is written again.
 
     Args:
-        model: a model with memory attached; only the shifts are changed.
+        model: a model with memory attached; only the shifts, or the addresses' centre and scale, are changed.
         input_ids: any text that may be public, `[batch, tokens]` int64; some hundred tokens are enough.
 
     Raises:
@@ -31,32 +32,40 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
     """
     owner = attachment(model)
     blocks: Any = owner.decoder.layers
-    means: dict[tuple[int, str], Tensor] = {}
-    handles = []
+    addresses = owner.addresses
+    if addresses is not None:
+        # What k_proj is given is its layer's input after the norm, which is what addresses are made of.
+        site = blocks[owner.config.address_layer].self_attn.k_proj
+        x = _seen(model, input_ids, [site], given=True)[0]
+        with torch.no_grad():
+            addresses.centre.copy_(x.mean(0))
+            addresses.scale.fill_((x - x.mean(0)).square().mean().rsqrt().clamp(max=LARGEST_SCALE))
+        return
+    shifts, sites = [], []
     for index, memory in owner.layers.items():
         if memory.projection is None:
             raise BackboneError("memory.rank is 0, so there is no projection to centre; set memory.rank to at least 1.")
-        for name in ("k",) if memory.from_context else ("q", "k"):
-            site = getattr(blocks[index].self_attn, f"{name}_proj")
-            handles.append(site.register_forward_hook(_remember(means, (index, name))))
+        for name in ("q", "k"):
+            shifts.append(getattr(memory.projection, f"{name}_shift"))
+            sites.append(getattr(blocks[index].self_attn, f"{name}_proj"))
+    with torch.no_grad():
+        for shift, keys in zip(shifts, _seen(model, input_ids, sites), strict=True):
+            shift.copy_(-keys.mean(0))
+
+
+def _seen(model: nn.Module, input_ids: Tensor, sites: list[nn.Module], given: bool = False) -> list[Tensor]:
+    """What each projection gives, or is given, in one pass over a text with the gates closed: `[tokens, width]`."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def remember(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        rows = (args[0] if given else output).flatten(0, -2)
+        found[module] = rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+    handles = [site.register_forward_hook(remember) for site in sites]
     try:
         with torch.no_grad(), closed(model):
             model(input_ids, use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
-    with torch.no_grad():
-        for (index, name), mean in means.items():
-            _shift(owner.layers[index], name).copy_(-mean)
-
-
-def _remember(means: dict[tuple[int, str], Tensor], key: tuple[int, str]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        means[key] = output.to(torch.promote_types(output.dtype, torch.float32)).mean((0, 1))
-
-    return hook
-
-
-def _shift(memory: MemoryLayer, name: str) -> Tensor:
-    shift: Tensor = getattr(memory.projection, f"{name}_shift")
-    return shift
+    return [found[site] for site in sites]

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fednl.memory.operator import delta_rule
+from fednl.memory.precision import Spared
 from fednl.memory.settings import MemoryConfig
-from fednl.memory.smear import before, smear
 from fednl.memory.window import WindowContext
 
 GATE_AT_START = 0.1
-DECAY_AT_START = 0.85
 NORM_EPSILON = 1e-6
 
 
@@ -45,12 +44,8 @@ class Projection(nn.Module):
     sets the shift to take it away.
     """
 
-    def __init__(
-        self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator, decays: int = 0
-    ) -> None:
+    def __init__(self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        if decays:
-            self.decay = nn.Parameter(torch.full((decays,), math.log(DECAY_AT_START / (1 - DECAY_AT_START))))
         for name, size in outputs.items():
             down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
             self.register_parameter(f"{name}_down", nn.Parameter(down))
@@ -70,7 +65,7 @@ class Written(NamedTuple):
 
     Attributes:
         state: `[batch, kv_heads, head_dim, head_dim]`, float32.
-        context: the running average of keys with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
+        context: the addresses' running average with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
         waiting: key, value and write strength of the tokens still in the window, with `write = "leaving"`,
             `[batch, slots, kv_heads, 2 * head_dim + 1]`, else `None`.
     """
@@ -80,7 +75,7 @@ class Written(NamedTuple):
     waiting: Tensor | None = None
 
 
-class MemoryLayer(nn.Module):
+class MemoryLayer(Spared):
     """The trainable rules of one layer and the memory they drive; the only child that `attach_memory` adds.
 
     Args:
@@ -107,9 +102,9 @@ class MemoryLayer(nn.Module):
         start = math.log(GATE_AT_START / (1 - GATE_AT_START)) if self.convex else GATE_AT_START
         self.gate = Affine(hidden, heads, bias=start)
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        self.from_context = config.keys == "context"
-        decays = kv_heads if self.from_context else 0
-        self.projection = Projection(hidden, sizes, config.rank, generator, decays) if config.rank else None
+        if config.keys == "context":  # addresses are asked for by addresses
+            sizes = {"v": sizes["v"]}
+        self.projection = Projection(hidden, sizes, config.rank, generator) if config.rank else None
 
     def forward(
         self,
@@ -122,6 +117,7 @@ class MemoryLayer(nn.Module):
         past: Written | None,
         window: WindowContext | None,
         gate_scale: float,
+        addresses: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Written]:
         """Writes the new tokens into the memory, reads it, and mixes the read into the attention's output.
 
@@ -133,6 +129,8 @@ class MemoryLayer(nn.Module):
             past: what earlier passes wrote, or `None` for an empty memory.
             window: the pass's window, or `None` under full attention.
             gate_scale: 1, or 0 to close the gate.
+            addresses: with `keys = "context"`, gives queries, keys and the last average from `keep` and the average
+                so far, as `Addresses` does.
 
         Everything is computed in float32 (float64 if the rules are), whatever the backbone's dtype and under autocast.
 
@@ -141,7 +139,7 @@ class MemoryLayer(nn.Module):
             after it. Nothing is changed in place.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            read, written = self._write_and_read(hidden, q, k, v, keep, past, window)
+            read, written = self._write_and_read(hidden, q, k, v, keep, past, window, addresses)
             return (attended if gate_scale == 0 else self._hear(attended, hidden, read, gate_scale)), written
 
     def _write_and_read(
@@ -153,12 +151,16 @@ class MemoryLayer(nn.Module):
         keep: Tensor | None,
         past: Written | None,
         window: WindowContext | None,
+        addresses: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None,
     ) -> tuple[Tensor, Written]:
         x = hidden.to(torch.promote_types(self.write.weight.dtype, torch.float32))
         beta = torch.sigmoid(self.write(x))
         if keep is not None:
             beta = beta * keep.unsqueeze(-1)
-        queries, keys, context = self._match(x, q, k, keep, None if past is None else past.context)
+        if addresses is None:
+            queries, keys, context = self._of_token(x, q, "q"), self._of_token(x, k, "k"), None
+        else:
+            queries, keys, context = addresses(keep, None if past is None else past.context)
         values = self._project(x, v, "v")
         waiting = None
         if window is not None and self.leaving:
@@ -169,7 +171,8 @@ class MemoryLayer(nn.Module):
             beta, waiting = last.squeeze(-1), window.retain(held, 1)
         old = None if past is None else past.state
         read, state = delta_rule(queries, keys, values, beta, state=old, chunk_tokens=self.chunk_tokens)
-        return read, Written(state, context, waiting)
+        # Addresses are per KV head, and so is what they read; its query heads hear the same, each at its own gate.
+        return read.repeat_interleave(self.heads // read.shape[2], dim=2), Written(state, context, waiting)
 
     def _hear(self, attended: Tensor, hidden: Tensor, read: Tensor, gate_scale: float) -> Tensor:
         """Mixes the read into the attention's output, as much as the gate says."""
@@ -179,31 +182,10 @@ class MemoryLayer(nn.Module):
         mixed = (1 - gate) * static + gate * read if self.convex else static + gate * read
         return mixed.view(attended.shape).to(attended.dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves and casts as every module does, but never below float32: `model.to(bfloat16)` spares the rules."""
-
-        def spare(tensor: Tensor) -> Tensor:
-            cast = fn(tensor)
-            narrowed = cast.is_floating_point() and cast.dtype.itemsize < 4 <= tensor.dtype.itemsize
-            return tensor.to(cast.device) if narrowed else cast
-
-        super()._apply(spare, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _match(
-        self, x: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, carry: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys of length 1, and what the next pass needs to go on."""
-        feature = F.silu if self.silu else nn.Identity()
-        if not self.from_context:
-            return unit(feature(self._project(x, q, "q"))), unit(feature(self._project(x, k, "k"))), None
-        projection = self.projection
-        assert projection is not None
-        decay = torch.sigmoid(projection.decay.to(x.dtype))
-        around, carry_after = smear(feature(self._project(x, k, "k")), decay, keep, carry)
-        keys = unit(before(around, carry))
-        own = unit(around).repeat_interleave(self.heads // self.kv_heads, dim=2)
-        return unit(own + projection(x, "q").view(own.shape)), keys, carry_after
+    def _of_token(self, x: Tensor, own: Tensor, name: str) -> Tensor:
+        """Queries or keys of length 1 from the backbone's own projection."""
+        projected = self._project(x, own, name)
+        return unit(F.silu(projected) if self.silu else projected)
 
     def _project(self, x: Tensor, own: Tensor, name: str) -> Tensor:
         projected = own.to(x.dtype)

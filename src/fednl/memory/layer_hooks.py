@@ -80,7 +80,10 @@ class Site:
             )
         self._bind()
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-        frame = Frame(self, context, args[0] if args else kwargs["hidden_states"], cache)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.owner.addresses is not None and self.index == self.owner.config.address_layer:
+            context.source = hidden.detach()
+        frame = Frame(self, context, hidden, cache)
         _CALLS.frames.append(weakref.ref(frame))
         return args, {**kwargs, FRAME: frame}
 
@@ -135,10 +138,21 @@ class Site:
             None if layer is None else layer.tensors.written,
             frame.context.window,
             gate_scale,
+            None if self.owner.addresses is None else partial(self._addresses, frame),
         )
         if layer is not None and layer.pending is not None:
             layer.pending = replace(layer.pending, **written._asdict())
         return (mixed, *args[1:])
+
+    def _addresses(self, frame: Frame, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Computed by every memory layer itself, so that gradients reach the rules however a layer is recomputed."""
+        addresses, source = self.owner.addresses, frame.context.source
+        assert addresses is not None and source is not None
+        # A backbone spread over devices keeps the addresses on their own layer's.
+        there, here = source.device, frame.hidden.device
+        keep, carry = (None if t is None else t.to(there) for t in (keep, carry))
+        queries, keys, after = addresses(source, keep, carry)
+        return queries.to(here), keys.to(here), after.to(here)
 
 
 def attend(

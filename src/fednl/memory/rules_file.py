@@ -156,7 +156,8 @@ def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, 
     """
     if here.layer_numbers(layers) == saved.layer_numbers(layers):  # "all" and "0-29" may be the same
         saved = saved.model_copy(update={"layers": here.layers})
-    for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER):
+    unread = {"address_layer", "address_rank"} if here.keys == "token" else {"feature"}
+    for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:
             raise CheckpointError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fednl.errors import SettingsError
 
@@ -24,8 +24,11 @@ class MemoryConfig(BaseModel):
             and ranges counted from 0, as in `"8,9,14-23"`.
         rule: how the state is written; `"delta"` is S += beta k (v - S k).
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
-        keys: what a value is stored under: `"token"` is the token's own k, asked for by q; `"context"` is the running
-            average of k over the tokens before it, asked for by the average up to the asking token.
+        keys: what a value is stored under: `"token"` is the token's own k, asked for by q; `"context"` is a weighted
+            running average of the tokens before it, asked for by the average up to the asking token.
+        address_layer: whose inputs the averages are of, counted from 0; no memory layer may come before it. Only
+            `keys = "context"` reads it.
+        address_rank: rank of the projection from that layer's inputs to the averages; 0 for a full matrix.
         write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
             holds exactly what attention no longer sees; with full attention it is always now.
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
@@ -53,6 +56,8 @@ class MemoryConfig(BaseModel):
     rule: Literal["delta"] = "delta"
     rank: int = Field(default=8, ge=0)
     keys: Literal["token", "context"] = "token"
+    address_layer: int = Field(default=2, ge=0)
+    address_rank: int = Field(default=0, ge=0)
     write: Literal["now", "leaving"] = "now"
     feature: Literal["silu", "linear"] = "linear"
     write_start: float = Field(default=0.05, gt=0, lt=1)
@@ -62,12 +67,6 @@ class MemoryConfig(BaseModel):
     sink_tokens: int = Field(default=4, ge=0)
     chunk_tokens: int = Field(default=32, ge=1, le=1024)
     start: str = Field(default="fresh", min_length=1)
-
-    @model_validator(mode="after")
-    def _context_has_a_place(self) -> Self:
-        if self.keys == "context" and self.rank == 0:
-            raise ValueError('keys = "context" needs a projection: set rank to at least 1')
-        return self
 
     @field_validator("layers")
     @classmethod
@@ -85,8 +84,18 @@ class MemoryConfig(BaseModel):
             total: how many layers the backbone has.
 
         Raises:
-            SettingsError: `layers` asks for more layers than there are.
+            SettingsError: `layers` asks for more layers than there are, or for one before `address_layer`.
         """
+        numbers = self._numbers(total)
+        if self.keys == "context" and numbers and self.address_layer > numbers[0]:
+            raise SettingsError(
+                f"memory.address-layer is {self.address_layer}, but the first memory layer is {numbers[0]} "
+                f'(layers = "{self.layers}"): use an address-layer of at most {numbers[0]}.'
+            )
+        return numbers
+
+    def _numbers(self, total: int) -> list[int]:
+        """The layers in order, whatever the addresses."""
         if self.layers == "all":
             return list(range(total))
         if self.layers == "none":

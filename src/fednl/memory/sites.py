@@ -12,6 +12,7 @@ from fednl.errors import BackboneError
 from fednl.memory.settings import MemoryConfig
 
 if TYPE_CHECKING:
+    from fednl.memory.address import Addresses
     from fednl.memory.layer import MemoryLayer
 
 FAMILIES = ("llama", "qwen2")
@@ -34,6 +35,7 @@ class Attachment:
         decoder: the module whose `layers` are the transformer blocks.
         config: the memory settings.
         layers: layer index -> its memory; layers without memory are absent.
+        addresses: what all memory layers write and ask under with `keys = "context"`, else `None`.
         gate_scale: multiplies every gate; 0 inside `closed(model)`.
         implementation: the backbone's own attention implementation, put back by `detach_memory`.
         handles: what to remove on detaching.
@@ -43,6 +45,7 @@ class Attachment:
     config: MemoryConfig
     layers: dict[int, MemoryLayer]
     implementation: str
+    addresses: Addresses | None = None
     gate_scale: float = 1.0
     handles: list[Removable] = field(default_factory=list)
 

@@ -31,6 +31,8 @@ class PassContext:
         keep: `[batch, tokens]` bool, False for padding, or `None` if every token is real.
         cache: the conversation this pass goes on with, or `None`.
         window: the window part, or `None` with `window_tokens = 0`.
+        source: the address layer's input after its norm, once it was reached, without its history of gradients, so
+            that a recomputed layer sees what it saw; `None` with `keys = "token"`.
         counts: `[batch]` int64, real tokens of each row after this pass.
         gate_scale: multiplies every gate; as it was when the pass began.
         call: where the pass is left for the call around it to commit; `None` if there is none.
@@ -43,6 +45,7 @@ class PassContext:
     gate_scale: float = 1.0
     call: list[PassContext] | None = None
     window: WindowContext | None = None
+    source: Tensor | None = None
 
 
 @dataclass
