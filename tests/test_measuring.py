@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def test_the_rows_say_what_crossed_the_network(run: Run) -> None:
         "local-only": None,
     }
     rules = load_file(run.path / "final/params.safetensors")
-    count = sum(rule.numel() for name, rule in rules.items() if "projection" not in name or name.endswith("v_up"))
+    count = sum(rule.numel() for name, rule in rules.items() if re.search(r"\.(write|gate)\.|v_up$", name))
     assert f"write, gate, layers.1.*.v_up ({count} parameters)" in report([run.path])
 
 

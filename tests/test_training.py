@@ -43,7 +43,7 @@ def test_a_run_with_every_arm_leaves_what_the_design_says(backbone: Path, tmp_pa
     macro = {row["method"]: row for row in rows if row["client"] == "macro" and row["metric"] == "candidates"}
     assert set(macro) == set(ARMS)
     assert all(row["n"] == 12 and row["low"] <= row["value"] <= row["high"] for row in macro.values())
-    assert macro["federated"]["shared"] == ["write", "gate", "projection"]
+    assert macro["federated"]["shared"] == ["write", "gate", "projection", "address"]
     assert macro["federated-lora"]["shared"] == ["lora"]
     assert "shared" not in macro["local-only"] and "shared" not in macro["window-only"]
     assert any(row["metric"] == "aggregation_drop_pp" for row in rows)

@@ -37,7 +37,7 @@ def tiny(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
 
 def with_memory(family: str = "qwen2", seed: int = 0, **settings: object) -> PreTrainedModel:
     """The same with memory whose rules are random, so that every part of them matters."""
-    config = MemoryConfig(**{"layers": "all", "window_tokens": 8, "sink_tokens": 2, "address_layer": 0, **settings})  # type: ignore[arg-type]
+    config = MemoryConfig(**{"layers": "all", "window_tokens": 8, "sink_tokens": 2, "keys": "token", **settings})  # type: ignore[arg-type]
     model = attach_memory(tiny(family, seed), config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

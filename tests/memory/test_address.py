@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fednl.errors import SettingsError
-from fednl.memory import MemoryConfig, attach_memory, rules
+from fednl.memory import MemoryConfig, attach_memory, detach_memory, rules
 from fednl.memory.address import Addresses
 from fednl.memory.centre import centre
 from fednl.memory.operator import delta_rule
@@ -115,7 +114,7 @@ def test_all_memory_layers_use_the_same_addresses() -> None:
     """The rules name them once, with the layer they listen to; no layer has queries and keys of its own."""
     names = set(rules(with_memory(keys="context", layers="1,2")))
     own = {name for name in names if ".address." in name}
-    assert {name.rpartition(".")[0] for name in own} == {"layers.0.memory.address"}
+    assert {name.rpartition(".")[0] for name in own} == {"layers.1.memory.address"}
     assert not any(name.endswith(("q_down", "k_down")) for name in names)
 
 
@@ -134,9 +133,17 @@ def test_centring_takes_the_mean_out_of_the_inputs() -> None:
     torch.testing.assert_close(x.square().mean(), torch.tensor(1.0))
 
 
-def test_a_memory_layer_before_the_address_layer_is_refused_and_nothing_is_changed() -> None:
+def test_addresses_are_of_no_later_layer_than_the_first_memory_layer() -> None:
+    assert MemoryConfig(layers="4,5").address_number(8) == 2
+    assert MemoryConfig(layers="1,2").address_number(8) == 1
+    assert MemoryConfig(layers="none").address_number(8) is None
+    assert MemoryConfig(layers="all", keys="token").address_number(8) is None
+
+
+def test_detaching_takes_the_addresses_off() -> None:
     model = tiny()
     before = [name for name, _ in model.named_parameters()]
-    with pytest.raises(SettingsError, match=r"memory.address-layer is 2, but the first memory layer is 1"):
-        attach_memory(model, MemoryConfig(layers="1,2", keys="context"))
+    attach_memory(model, MemoryConfig(layers="1,2", address_layer=0))
+    assert any("addresses" in name for name, _ in model.named_parameters())
+    detach_memory(model)
     assert [name for name, _ in model.named_parameters()] == before

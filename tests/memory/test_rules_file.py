@@ -52,7 +52,7 @@ def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) ->
     with pytest.raises(CheckpointError, match=r"layers\.(1|9)\.memory\.gate\.weight"):
         load_rules(bare, tmp_path)
     assert list(bare.state_dict()) == list(tiny().state_dict()) and all(p.requires_grad for p in bare.parameters())
-    model = attach_memory(tiny(), MemoryConfig(layers="all", window_tokens=8, sink_tokens=2))
+    model = attach_memory(tiny(), MemoryConfig(layers="all", keys="token", window_tokens=8, sink_tokens=2))
     before = {n: p.detach().clone() for n, p in rules(model).items()}
     with pytest.raises(CheckpointError, match=r"layers\.(1|9)\.memory\.gate\.weight"):
         load_rules(model, tmp_path)
@@ -62,7 +62,7 @@ def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) ->
 def test_other_settings_formats_and_folders_are_refused(tmp_path: Path) -> None:
     save_rules(with_memory(), tmp_path)
     with pytest.raises(CheckpointError, match=r"memory\.rank = 8, and it is 4"):
-        load_rules(attach_memory(tiny(), MemoryConfig(layers="all", rank=4)), tmp_path)
+        load_rules(attach_memory(tiny(), MemoryConfig(layers="all", keys="token", rank=4)), tmp_path)
     with pytest.raises(CheckpointError, match=r"memory\.write = 'now', and it is 'leaving'"):
         load_rules(with_memory(write="leaving"), tmp_path)
     with pytest.raises(SettingsError, match="No rules in"):
@@ -83,6 +83,6 @@ def test_other_settings_formats_and_folders_are_refused(tmp_path: Path) -> None:
 def test_layers_are_compared_by_number_and_a_window_may_differ(tmp_path: Path) -> None:
     model = with_memory(layers="0-2")
     save_rules(model, tmp_path)
-    other = attach_memory(tiny(), MemoryConfig(layers="last:3", window_tokens=16, sink_tokens=0))
+    other = attach_memory(tiny(), MemoryConfig(layers="last:3", keys="token", window_tokens=16, sink_tokens=0))
     load_rules(other, tmp_path)
     assert all(torch.equal(rule, rules(model)[name]) for name, rule in rules(other).items())

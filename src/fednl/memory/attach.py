@@ -65,10 +65,9 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     for index, block in enumerate(backbone.layers):
         if index in owner.layers:
             block.self_attn.memory = owner.layers[index]
-        has_addresses = addresses is not None and index == config.address_layer
-        if has_addresses:
+        if index == owner.address_layer:
             block.self_attn.addresses = addresses
-        if index in owner.layers or has_addresses or config.window_tokens:
+        if index in owner.layers or index == owner.address_layer or config.window_tokens:
             owner.handles.append(Site(block.self_attn, index, owner))
     names = tuple(inspect.signature(decoder.forward).parameters)
     owner.handles.append(decoder.register_forward_pre_hook(partial(begin_pass, owner, names), with_kwargs=True))
@@ -122,7 +121,7 @@ def rules(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         for name, parameter in memory.named_parameters()
     }
     if owner.addresses is not None:
-        prefix = f"layers.{owner.config.address_layer}.memory.address"
+        prefix = f"layers.{owner.address_layer}.memory.address"
         found |= {f"{prefix}.{name}": parameter for name, parameter in owner.addresses.named_parameters()}
     return found
 
@@ -137,11 +136,11 @@ def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict
     numbers = config.layer_numbers(len(backbone.layers))
     devices = [block.self_attn.q_proj.weight.device for block in backbone.layers]
     memories = {index: MemoryLayer(*shape, config, generator).to(devices[index]) for index in numbers}
-    if config.keys == "token" or not numbers:
+    source = config.address_number(len(backbone.layers))
+    if source is None:
         return memories, None
     hidden, _, kv_heads, head_dim = shape
-    addresses = Addresses(hidden, kv_heads, head_dim, config.address_rank, generator)
-    return memories, addresses.to(devices[config.address_layer])
+    return memories, Addresses(hidden, kv_heads, head_dim, config.address_rank, generator).to(devices[source])
 
 
 def _check_window(decoder: nn.Module, config: MemoryConfig) -> None:

@@ -35,7 +35,7 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
     addresses = owner.addresses
     if addresses is not None:
         # What k_proj is given is its layer's input after the norm, which is what addresses are made of.
-        site = blocks[owner.config.address_layer].self_attn.k_proj
+        site = blocks[owner.address_layer].self_attn.k_proj
         x = _seen(model, input_ids, [site], given=True)[0]
         with torch.no_grad():
             addresses.centre.copy_(x.mean(0))

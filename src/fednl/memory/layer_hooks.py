@@ -54,6 +54,7 @@ class Site:
 
     def __init__(self, attention: nn.Module, index: int, owner: Attachment) -> None:
         self.attention, self.index, self.owner = attention, index, owner
+        self.address_layer = owner.address_layer
         self.bound: dict[str, nn.Module] = {}
         self.handles: dict[str, Any] = {}
         self.outer = [
@@ -68,6 +69,8 @@ class Site:
             handle.remove()
         if self.index in self.owner.layers:
             del self.attention.memory
+        if self.index == self.address_layer:
+            del self.attention.addresses
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -81,7 +84,7 @@ class Site:
         self._bind()
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if self.owner.addresses is not None and self.index == self.owner.config.address_layer:
+        if self.index == self.address_layer:
             context.source = hidden.detach()
         frame = Frame(self, context, hidden, cache)
         _CALLS.frames.append(weakref.ref(frame))

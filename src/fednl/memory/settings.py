@@ -24,10 +24,10 @@ class MemoryConfig(BaseModel):
             and ranges counted from 0, as in `"8,9,14-23"`.
         rule: how the state is written; `"delta"` is S += beta k (v - S k).
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
-        keys: what a value is stored under: `"token"` is the token's own k, asked for by q; `"context"` is a weighted
-            running average of the tokens before it, asked for by the average up to the asking token.
-        address_layer: whose inputs the averages are of, counted from 0; no memory layer may come before it. Only
-            `keys = "context"` reads it.
+        keys: what a value is stored under: `"context"` is a weighted running average of the tokens before it, asked for
+            by the average up to the asking token; `"token"` is the token's own k, asked for by q, as in the paper.
+        address_layer: whose inputs the averages are of, counted from 0, or the first memory layer's if that comes
+            earlier. Only `keys = "context"` reads it.
         address_rank: rank of the projection from that layer's inputs to the averages; 0 for a full matrix.
         write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
             holds exactly what attention no longer sees; with full attention it is always now.
@@ -55,7 +55,7 @@ class MemoryConfig(BaseModel):
     layers: str = "last:15"
     rule: Literal["delta"] = "delta"
     rank: int = Field(default=8, ge=0)
-    keys: Literal["token", "context"] = "token"
+    keys: Literal["token", "context"] = "context"
     address_layer: int = Field(default=2, ge=0)
     address_rank: int = Field(default=0, ge=0)
     write: Literal["now", "leaving"] = "now"
@@ -84,18 +84,8 @@ class MemoryConfig(BaseModel):
             total: how many layers the backbone has.
 
         Raises:
-            SettingsError: `layers` asks for more layers than there are, or for one before `address_layer`.
+            SettingsError: `layers` asks for more layers than there are.
         """
-        numbers = self._numbers(total)
-        if self.keys == "context" and numbers and self.address_layer > numbers[0]:
-            raise SettingsError(
-                f"memory.address-layer is {self.address_layer}, but the first memory layer is {numbers[0]} "
-                f'(layers = "{self.layers}"): use an address-layer of at most {numbers[0]}.'
-            )
-        return numbers
-
-    def _numbers(self, total: int) -> list[int]:
-        """The layers in order, whatever the addresses."""
         if self.layers == "all":
             return list(range(total))
         if self.layers == "none":
@@ -111,6 +101,11 @@ class MemoryConfig(BaseModel):
         if kind == "last":
             return list(range(total - number, total))
         return list(range(number - 1, total, number))
+
+    def address_number(self, total: int) -> int | None:
+        """Gives the layer whose inputs the addresses are made of; `None` where there are no addresses."""
+        numbers = self.layer_numbers(total)
+        return min(self.address_layer, numbers[0]) if self.keys == "context" and numbers else None
 
     def _listed(self, total: int) -> list[int]:
         """The layers named one by one, in order and once each."""

@@ -50,6 +50,11 @@ class Attachment:
     handles: list[Removable] = field(default_factory=list)
 
     @property
+    def address_layer(self) -> int | None:
+        """The layer whose inputs the addresses are made of, or `None`."""
+        return self.config.address_number(self.num_layers)
+
+    @property
     def num_layers(self) -> int:
         """Number of transformer blocks."""
         blocks: Any = self.decoder.layers
