@@ -182,6 +182,8 @@ _SHAPE = {
     "vocab": "tokens in the vocabulary",
 }
 
+_MEMORY = ("layers", "rule", "rank", "keys", "write", "mixing", "start")
+
 
 def _memory(memory: Mapping[str, Any]) -> str:
     if not memory:
@@ -192,7 +194,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
         if window
         else "full attention, whose cache grows with context"
     )
-    parts = [f"{key} {escape(memory[key])}" for key in ("layers", "rule", "rank", "mixing", "start") if key in memory]
+    parts = [f"{key} {escape(memory[key])}" for key in _MEMORY if key in memory]
     return ", ".join([*parts, seen])
 
 
