@@ -64,6 +64,22 @@ def test_equal_the_loop_in_values_and_gradients(padded: bool, warm: bool, rank: 
         torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("far", [-1e30, -200.0, -105.0, 200.0, 1e30])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decay_that_rounds_to_nothing_or_to_one_stays_a_number(far: float, padded: bool) -> None:
+    """In float32 sigmoid(-105) is 0, whose logarithm times no step at all is no number."""
+    rule = addresses().float()
+    source, carry = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(1)), torch.ones(1, 2, 8)
+    keep = torch.tensor([[True, False, True, True, False]]) if padded else None
+    with torch.no_grad():
+        rule.decay.fill_(far)
+    found, expected = rule(source, keep, carry), loop(rule, source, keep, carry)
+    for fast, slow in zip(found, expected, strict=True):
+        torch.testing.assert_close(fast, slow)
+    sum(part.sum() for part in found).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in rule.parameters())
+
+
 @pytest.mark.parametrize("asked", range(4))
 def test_the_value_after_the_asked_name_is_read(asked: int) -> None:
     """What addresses are for: four facts in one wording, told apart by their names as soon as names weigh more."""

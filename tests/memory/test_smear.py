@@ -35,7 +35,7 @@ def test_equals_the_loop_in_values_and_gradients(
     if warm:
         leaves.append(draw(2, 3, 4, seed=2))
     results = []
-    for function in (lambda *a: smear(*a)[0], loop):
+    for function in (lambda x, decay, *a: smear(x, decay.log(), *a)[0], loop):
         own = [leaf.clone().requires_grad_() for leaf in leaves]
         out = function(own[0], own[1], keep, own[2] if warm else None)
         (out * draw(*out.shape, seed=3)).sum().backward()
@@ -45,10 +45,10 @@ def test_equals_the_loop_in_values_and_gradients(
 
 
 def test_pieces_equal_one_pass_and_the_shift_takes_the_carry() -> None:
-    x, decay = draw(1, 23, 2, 4), torch.tensor([0.8, 0.3], dtype=torch.float64)
-    whole, last = smear(x, decay, None, None)
-    first, carry = smear(x[:, :9], decay, None, None)
-    second, end = smear(x[:, 9:], decay, None, carry)
+    x, log_decay = draw(1, 23, 2, 4), torch.tensor([0.8, 0.3], dtype=torch.float64).log()
+    whole, last = smear(x, log_decay, None, None)
+    first, carry = smear(x[:, :9], log_decay, None, None)
+    second, end = smear(x[:, 9:], log_decay, None, carry)
     torch.testing.assert_close(torch.cat([first, second], 1), whole)
     torch.testing.assert_close(end, last)
     shifted = torch.cat([before(first, None), before(second, carry)], 1)

@@ -69,7 +69,7 @@ class Addresses(Spared):
         x = (source.to(torch.promote_types(self.centre.dtype, torch.float32)) - self.centre) * self.scale
         weight = torch.sigmoid(F.linear(x, self.pick, self.pick_bias))
         words = self._projected(x).view(*x.shape[:2], self.kv_heads, -1)
-        average, after = smear(words * weight.unsqueeze(-1), torch.sigmoid(self.decay), keep, carry)
+        average, after = smear(words * weight.unsqueeze(-1), F.logsigmoid(self.decay), keep, carry)
         return _scaled(average), _scaled(before(average, carry)), after
 
     def _projected(self, x: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 BLOCK_TOKENS = 256
 
 
-def smear(x: Tensor, decay: Tensor, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes `c_t = decay * c_(t-1) + x_t` over the real tokens; padding leaves c as it is.
+def smear(x: Tensor, log_decay: Tensor, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Computes `c_t = exp(log_decay) c_(t-1) + x_t` over the real tokens; padding leaves c as it is.
 
     Time and memory are linear in the tokens. Nothing is changed in place.
 
     Args:
         x: `[batch, tokens, heads, dim]`.
-        decay: `[heads]`, between 0 and 1.
+        log_decay: `[heads]`, at most 0; finite, for a decay that rounds to 0 has no logarithm.
         keep: `[batch, tokens]` bool, False for padding; `None` if all is real.
         carry: c before the first token, `[batch, heads, dim]`; `None` for zero.
 
@@ -37,7 +37,7 @@ def smear(x: Tensor, decay: Tensor, keep: Tensor | None, carry: Tensor | None) -
         count = here.cumsum(1)
         apart = count.unsqueeze(2) - count.unsqueeze(1)
         seen = here.unsqueeze(1) * torch.ones_like(apart).tril()
-        log = decay.log()[None, :, None, None]
+        log = log_decay[None, :, None, None]
         weights = (apart.clamp(min=0).unsqueeze(1) * log).exp() * seen.unsqueeze(1)
         rows = x[:, start : start + BLOCK_TOKENS].transpose(1, 2)
         old = (count[:, None, :, None] * log).exp() * state.unsqueeze(2)
