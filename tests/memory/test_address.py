@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fednl.errors import BackboneError
 from fednl.memory import MemoryConfig, attach_memory, detach_memory, rules
 from fednl.memory.address import Addresses
 from fednl.memory.centre import centre
@@ -163,3 +164,20 @@ def test_detaching_takes_the_addresses_off() -> None:
     assert any("addresses" in name for name, _ in model.named_parameters())
     detach_memory(model)
     assert [name for name, _ in model.named_parameters()] == before
+
+
+def test_layers_taken_out_afterwards_do_not_rename_the_rules() -> None:
+    """A layer keeps the number that it had on attaching, and so do the addresses made of its inputs."""
+    model = with_memory(keys="context", layers="last:1")
+    names = set(rules(model))
+    model.model.layers = model.model.layers[1:]
+    assert set(rules(model)) == names
+    detach_memory(model)
+    assert not any("address" in name for name in model.state_dict())
+
+
+def test_a_pass_without_the_address_layer_is_refused_by_name() -> None:
+    model = with_memory(keys="context", layers="last:1", address_layer=1)
+    model.model.layers = model.model.layers[2:]
+    with pytest.raises(BackboneError, match="left out layer 1, whose inputs"):
+        model(tokens(1, 9), use_cache=False)

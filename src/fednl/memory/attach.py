@@ -58,7 +58,8 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     backbone: Any = decoder
     _check_window(decoder, config)
     memories, addresses = _memories(decoder, config, seed)
-    owner = Attachment(decoder, config, memories, backbone.config._attn_implementation, addresses)
+    source = config.address_number(len(backbone.layers))
+    owner = Attachment(decoder, config, memories, backbone.config._attn_implementation, addresses, source)
     if config.window_tokens:
         model.set_attn_implementation(IMPLEMENTATION)
     freeze(model)

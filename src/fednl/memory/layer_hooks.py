@@ -150,7 +150,11 @@ class Site:
     def _addresses(self, frame: Frame, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Computed by every memory layer itself, so that gradients reach the rules however a layer is recomputed."""
         addresses, source = self.owner.addresses, frame.context.source
-        assert addresses is not None and source is not None
+        if addresses is None or source is None:
+            raise BackboneError(
+                f"This pass left out layer {self.address_layer}, whose inputs the memory's addresses are made of; "
+                "run every layer up to the last one with memory."
+            )
         # A backbone spread over devices keeps the addresses on their own layer's.
         there, here = source.device, frame.hidden.device
         keep, carry = (None if t is None else t.to(there) for t in (keep, carry))

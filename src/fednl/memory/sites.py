@@ -36,6 +36,7 @@ class Attachment:
         config: the memory settings.
         layers: layer index -> its memory; layers without memory are absent.
         addresses: what all memory layers write and ask under with `keys = "context"`, else `None`.
+        address_layer: the layer whose inputs the addresses are made of, as numbered on attaching, or `None`.
         gate_scale: multiplies every gate; 0 inside `closed(model)`.
         implementation: the backbone's own attention implementation, put back by `detach_memory`.
         handles: what to remove on detaching.
@@ -46,13 +47,9 @@ class Attachment:
     layers: dict[int, MemoryLayer]
     implementation: str
     addresses: Addresses | None = None
+    address_layer: int | None = None
     gate_scale: float = 1.0
     handles: list[Removable] = field(default_factory=list)
-
-    @property
-    def address_layer(self) -> int | None:
-        """The layer whose inputs the addresses are made of, or `None`."""
-        return self.config.address_number(self.num_layers)
 
     @property
     def num_layers(self) -> int:
