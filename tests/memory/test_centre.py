@@ -50,3 +50,26 @@ def test_keys_with_a_common_part_are_told_apart_after_centring() -> None:
 def test_rank_zero_cannot_be_centred() -> None:
     with pytest.raises(BackboneError, match=r"memory\.rank is 0"):
         centre(with_memory(rank=0), tokens(1, 9))
+
+
+@pytest.mark.parametrize("keys", ["token", "context"])
+def test_one_token_over_and_over_is_no_text_to_centre_on(keys: str) -> None:
+    """Less what it has in common nothing is left of it, and the addresses' scale would become a thousand."""
+    model = with_memory(keys=keys)
+    before = {name: rule.detach().clone() for name, rule in rules(model).items()}
+    for ids in (tokens(1, 1), tokens(1, 1).expand(2, 30)):
+        with pytest.raises(BackboneError, match="is one token, over and over"):
+            centre(model, ids)
+    assert all(torch.equal(rule, before[name]) for name, rule in rules(model).items())
+
+
+@pytest.mark.parametrize("keys", ["token", "context"])
+def test_a_layer_is_centred_by_its_number_on_attaching(keys: str) -> None:
+    """Layers that were taken out afterwards do not make another layer's keys count for its own."""
+    whole, cut = (with_memory(keys=keys, layers="1,2", address_layer=1) for _ in range(2))
+    whole.model.layers[0].forward = lambda hidden_states, **kwargs: hidden_states
+    cut.model.layers = cut.model.layers[1:]
+    for model in (whole, cut):
+        centre(model, tokens(2, 30))
+    for name, rule in rules(whole).items():
+        torch.testing.assert_close(rules(cut)[name], rule, msg=name)

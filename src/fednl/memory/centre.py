@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fednl.errors import BackboneError
 from fednl.memory.attach import closed
+from fednl.memory.layer_hooks import Site
 from fednl.memory.sites import attachment
 
 LARGEST_SCALE = 1e3
@@ -23,19 +24,23 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
 
     Args:
         model: a model with memory attached; only the shifts, or the addresses' centre and scale, are changed.
-        input_ids: any text that may be public, `[batch, tokens]` int64; some hundred tokens are enough.
+        input_ids: any text that may be public, `[batch, tokens]` int64; some hundred tokens are enough, and one token
+            over and over is not: all that it has is common.
 
     Raises:
-        BackboneError: no memory is attached, or it has no projection to hold a shift.
+        BackboneError: no memory is attached, it has no projection to hold a shift, or the text is one token.
 
     Source: ours (docs/log.md has the measurement).
     """
     owner = attachment(model)
-    blocks: Any = owner.decoder.layers
+    if input_ids.unique().numel() < 2:
+        raise BackboneError("The text to centre on is one token, over and over; give some hundred tokens of any text.")
+    # By the numbers that the layers had on attaching: some may have been taken out since.
+    attention: dict[int, Any] = {site.index: site.attention for site in owner.handles if isinstance(site, Site)}
     addresses = owner.addresses
-    if addresses is not None:
+    if addresses is not None and owner.address_layer is not None:
         # What k_proj is given is its layer's input after the norm, which is what addresses are made of.
-        site = blocks[owner.address_layer].self_attn.k_proj
+        site = attention[owner.address_layer].k_proj
         x = _seen(model, input_ids, [site], given=True)[0]
         with torch.no_grad():
             addresses.centre.copy_(x.mean(0))
@@ -47,7 +52,7 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
             raise BackboneError("memory.rank is 0, so there is no projection to centre; set memory.rank to at least 1.")
         for name in ("q", "k"):
             shifts.append(getattr(memory.projection, f"{name}_shift"))
-            sites.append(getattr(blocks[index].self_attn, f"{name}_proj"))
+            sites.append(getattr(attention[index], f"{name}_proj"))
     with torch.no_grad():
         for shift, keys in zip(shifts, _seen(model, input_ids, sites), strict=True):
             shift.copy_(-keys.mean(0))
