@@ -86,3 +86,24 @@ def test_layers_are_compared_by_number_and_a_window_may_differ(tmp_path: Path) -
     other = attach_memory(tiny(), MemoryConfig(layers="last:3", keys="token", window_tokens=16, sink_tokens=0))
     load_rules(other, tmp_path)
     assert all(torch.equal(rule, rules(model)[name]) for name, rule in rules(other).items())
+
+
+def test_address_layers_are_compared_by_the_layer_they_come_to(tmp_path: Path) -> None:
+    """The addresses are of no later layer than the first with memory, so that 1, 2 and 5 may be the same."""
+    model, ids = with_memory(keys="context", layers="1,2", address_layer=2), tokens(1, 20)
+    save_rules(model, tmp_path)
+    other = load_rules(with_memory(keys="context", layers="1,2", address_layer=5, seed=0), tmp_path)
+    assert torch.equal(other(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    with pytest.raises(CheckpointError, match=r"memory\.address-layer = 2, and it is 0"):
+        load_rules(with_memory(keys="context", layers="1,2", address_layer=0), tmp_path)
+    with pytest.raises(CheckpointError, match=r"memory\.address-rank = 0, and it is 3"):
+        load_rules(with_memory(keys="context", layers="1,2", address_rank=3), tmp_path)
+
+
+def test_other_keys_are_named_before_the_settings_that_go_with_them(tmp_path: Path) -> None:
+    save_rules(with_memory(keys="token"), tmp_path / "token")
+    save_rules(with_memory(keys="context"), tmp_path / "context")
+    with pytest.raises(CheckpointError, match=r"memory\.keys = 'token', and it is 'context'"):
+        load_rules(with_memory(keys="context", address_layer=0, address_rank=3), tmp_path / "token")
+    with pytest.raises(CheckpointError, match=r"memory\.keys = 'context', and it is 'token'"):
+        load_rules(with_memory(keys="token", feature="silu"), tmp_path / "context")

@@ -156,7 +156,12 @@ def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, 
     """
     if here.layer_numbers(layers) == saved.layer_numbers(layers):  # "all" and "0-29" may be the same
         saved = saved.model_copy(update={"layers": here.layers})
-    unread = {"address_layer", "address_rank"} if here.keys == "token" else {"feature"}
+    if here.address_number(layers) == saved.address_number(layers):  # no later layer than the first with memory
+        saved = saved.model_copy(update={"address_layer": here.address_layer})
+    kinds = {here.keys, saved.keys}
+    unread = ({"address_layer", "address_rank"} if "token" in kinds else set()) | (
+        {"feature"} if "context" in kinds else set()
+    )
     for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:

@@ -81,7 +81,7 @@ class Adapter(ABC):
 
 
 class MemoryAdapter(Adapter):
-    """The memory's rules: write strength, gate, projection."""
+    """The memory's rules: write strength, gate, projection, address."""
 
     kind = "memory"
 
