@@ -20,6 +20,9 @@ SHAPE = {
     "eos_token_id": 2,
     "tie_word_embeddings": True,
 }
+KEYS = "token"
+"""`memory.keys` of the models here, unless a test says otherwise; `both_keys` runs a test with either."""
+
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 
 
@@ -37,7 +40,7 @@ def tiny(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
 
 def with_memory(family: str = "qwen2", seed: int = 0, **settings: object) -> PreTrainedModel:
     """The same with memory whose rules are random, so that every part of them matters."""
-    config = MemoryConfig(**{"layers": "all", "window_tokens": 8, "sink_tokens": 2, "keys": "token", **settings})  # type: ignore[arg-type]
+    config = MemoryConfig(**{"layers": "all", "window_tokens": 8, "sink_tokens": 2, "keys": KEYS, **settings})  # type: ignore[arg-type]
     model = attach_memory(tiny(family, seed), config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -10,6 +10,8 @@ from fednl.errors import BackboneError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, rules
 from memory.models import FAMILIES, tiny, tokens, with_memory
 
+pytestmark = pytest.mark.usefixtures("both_keys")
+
 families = pytest.mark.parametrize("family", list(FAMILIES))
 windows = pytest.mark.parametrize("window", [0, 8])
 
@@ -38,7 +40,7 @@ def test_detached_is_the_backbone_and_its_names(family: str, window: int) -> Non
     names, ids = list(bare.state_dict()), tokens(1, 30)
     expected = bare(ids).logits
     model = with_memory(family, window_tokens=window)
-    assert [n for n in model.state_dict() if ".memory." not in n] == names
+    assert [n for n in model.state_dict() if not {"memory", "addresses"} & set(n.split("."))] == names
     detach_memory(model)
     assert list(model.state_dict()) == names
     assert torch.equal(model(ids).logits, expected)
@@ -306,10 +308,10 @@ def test_a_replaced_projection_is_hooked_again() -> None:
 @families
 @windows
 @pytest.mark.parametrize("write", ["now", "leaving"])
-def test_context_keys_and_late_writes_are_the_same_in_one_pass_in_pieces_and_padded(
+def test_either_keys_and_late_writes_are_the_same_in_one_pass_in_pieces_and_padded(
     family: str, window: int, write: str
 ) -> None:
-    model, ids = with_memory(family, window_tokens=window, keys="context", write=write).double(), tokens(2, 41)
+    model, ids = with_memory(family, window_tokens=window, write=write).double(), tokens(2, 41)
     whole = model(ids, use_cache=False).logits
     for sizes in ([7, 1, 20, 13], [1] * 41, [3, 38]):
         cache, parts, at = MemoryCache(model), [], 0
@@ -333,7 +335,7 @@ def test_context_keys_and_late_writes_are_the_same_in_one_pass_in_pieces_and_pad
 
 def test_late_writes_keep_the_window_out_of_the_memory() -> None:
     """Until a token has left the window the state is zero; then it holds that token alone."""
-    model, ids = with_memory(layers="0", window_tokens=8, write="leaving"), tokens(1, 12)
+    model, ids = with_memory(layers="0", window_tokens=8, write="leaving", keys="token"), tokens(1, 12)
     cache = MemoryCache(model)
     model(ids[:, :8], cache=cache)
     assert not cache.layers[0].tensors.state.any()

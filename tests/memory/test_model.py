@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from fednl.errors import BackboneError, SettingsError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, rules
 from memory.models import SHAPE, tiny, tokens, with_memory
+
+pytestmark = pytest.mark.usefixtures("both_keys")
 
 ALL = MemoryConfig(layers="all", window_tokens=8, sink_tokens=2)
 
@@ -91,14 +94,15 @@ def test_casting_a_model_spares_its_rules(dtype: torch.dtype) -> None:
     assert {rule.dtype for rule in rules(model.double()).values()} == {torch.float64}
 
 
-def test_the_memory_is_float32_under_autocast() -> None:
+def test_the_memory_is_float32_under_autocast(both_keys: str) -> None:
     """Only q, k and v come in bfloat16; what the rules make of them is exact to float32."""
     model = with_memory()
-    memory, hidden = model.model.layers[0].self_attn.memory, torch.randn(1, 20, 32)
+    attention, hidden = model.model.layers[0].self_attn, torch.randn(1, 20, 32)
     q, k = torch.randn(1, 20, 32), torch.randn(1, 20, 16)
-    expected = memory(hidden, hidden, q, k, k, None, None, None, 1.0)
+    addresses = partial(attention.addresses, hidden) if both_keys == "context" else None
+    expected = attention.memory(hidden, hidden, q, k, k, None, None, None, 1.0, addresses)
     with torch.autocast("cpu", torch.bfloat16):
-        under = memory(hidden, hidden, q, k, k, None, None, None, 1.0)
+        under = attention.memory(hidden, hidden, q, k, k, None, None, None, 1.0, addresses)
     assert torch.equal(under[0], expected[0]) and torch.equal(under[1].state, expected[1].state)
 
 

@@ -15,6 +15,8 @@ from fednl.memory import MemoryCache, closed, rules
 from fednl.memory.layer_hooks import _CALLS
 from memory.models import tokens, with_memory
 
+pytestmark = pytest.mark.usefixtures("both_keys")
+
 
 class Boom(Exception):
     """What a part of the model raises here."""
