@@ -43,6 +43,7 @@ def test_the_report_gives_every_number_its_context(tmp_path: Path) -> None:
         "uuid empty (round 1)",
         "date\\|name refused: non-finite (round 2)",
         "Refused messages, federated rules: non-finite 1.",
+        "keys context, address-layer 2, address-rank 0, mixing additive",
         "window of 64 tokens and 4 sinks",
         "filler essays.txt (sha256 beef)",
         "LlamaForCausalLM, 30 layers",
@@ -56,6 +57,13 @@ def test_the_report_gives_every_number_its_context(tmp_path: Path) -> None:
     for before, line in pairwise(lines):
         if before.startswith("|") and line.startswith("|"):
             assert before.replace("\\|", "").count("|") == line.replace("\\|", "").count("|")
+
+
+def test_settings_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    memory = CONFIG["memory"] | {"keys": "token"}
+    run.write_json("config.json", CONFIG | {"memory": memory})
+    assert "keys token, mixing additive" in report([run.path])
 
 
 def test_bytes_are_a_range_where_they_differ_and_absent_where_unknown(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ _SHAPE = {
     "vocab": "tokens in the vocabulary",
 }
 
-_MEMORY = ("layers", "rule", "rank", "keys", "write", "mixing", "start")
+_MEMORY = ("layers", "rule", "rank", "keys", "address-layer", "address-rank", "write", "mixing", "start")
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
@@ -194,7 +194,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
         if window
         else "full attention, whose cache grows with context"
     )
-    parts = [f"{key} {escape(memory[key])}" for key in _MEMORY if key in memory]
+    read = [key for key in _MEMORY if memory.get("keys") == "context" or not key.startswith("address-")]
+    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory]
     return ", ".join([*parts, seen])
 
 
