@@ -95,6 +95,10 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "scaffold": {"correction": 0.0},
     "ffa-lora": {},  # the toys have no LoRA
     "fedala": {"weight_lr": 0.0},
+    "ewc": {"strength": 0.0},
+    "fedssi": {"strength": 0.0},
+    "reptile": {"outer_lr": 1.0},
+    "per-fedavg": {"inner_lr": 0.0},
 }
 
 

@@ -1,4 +1,4 @@
-"""Algorithms that fit a client: FFA-LoRA, FedALA."""
+"""Algorithms for clients that differ: FFA-LoRA, FedALA, Reptile, Per-FedAvg."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import PROJECTION, WRITE, Bench, Bowl, Regression, start_params
+from federation_toys import PROJECTION, WRITE, Bench, Bowl, Regression, rounds_of_descent, start_params
 from pydantic import ValidationError
 
 from fednl.federation.algorithms.fedala import FedAla, FedAlaSettings, mixture
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.algorithms.fedavgm import FedAvgM, FedAvgMSettings
 from fednl.federation.algorithms.ffa_lora import FfaLora
+from fednl.federation.algorithms.per_fedavg import PerFedAvg, PerFedAvgSettings
+from fednl.federation.algorithms.reptile import Reptile, ReptileSettings
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal, personal, weighted_mean
@@ -183,3 +186,58 @@ def test_fedalas_clients_keep_their_own_rules_and_the_loss_reported_is_that_of_t
 def test_fedala_refuses(fields: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         FedAlaSettings.model_validate(fields)
+
+
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_reptile_goes_a_part_of_the_way(side: float) -> None:
+    params, mean = {"w": numbers(1.0)}, Message({"w": numbers(1.0 + side * 0.5)}, num_examples=1)
+    new, state = Reptile(ReptileSettings(outer_lr=0.25), "all").server_step(params, mean, {})
+    assert float(new["w"]) == 1.0 + side * 0.125
+    assert state == {}
+    far, close = {"w": torch.tensor([1e30, 1e-30])}, {"w": torch.tensor([1e-30, 1e30])}
+    whole = Reptile(ReptileSettings(outer_lr=1.0), "all").server_step(far, Message(close, num_examples=1), {})[0]
+    assert equal(whole, close)
+
+
+def test_reptile_is_fedavgm_without_momentum(tmp_path: Path) -> None:
+    other = FedAvgM(FedAvgMSettings(server_lr=0.3, momentum=0.0), "all")
+    first = Bench(tmp_path / "a", algorithm=Reptile(ReptileSettings(outer_lr=0.3), "all"), dtype=torch.float64).run()
+    second = Bench(tmp_path / "b", algorithm=other, dtype=torch.float64).run()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("away", [2.0, -2.0])
+def test_per_fedavgs_gradient_is_the_one_after_a_step(away: float) -> None:
+    algorithm = PerFedAvg(PerFedAvgSettings(inner_lr=0.2), "all")
+    bowl = Bowl(numbers(1.0), 1.5)
+    params, state = algorithm.start(Message({"w": numbers(1.0 + away)}), {}, bowl)
+    grads = algorithm.gradient(params, None, Message(params), state, bowl)
+    assert float(grads["w"]) == pytest.approx(1.5 * (1 - 0.2 * 1.5) * away, abs=1e-15)
+    assert float(params["w"]) == 1.0 + away
+
+
+def test_per_fedavg_seeks_where_one_step_is_good_not_where_the_loss_is_low() -> None:
+    # A sharp client gets far with one step and needs the start less: it counts a (1 - inner_lr a) in place of a.
+    sharp, wide = Bowl(numbers(-1.0), 4.0), Bowl(numbers(1.0), 1.0)
+    algorithm = PerFedAvg(PerFedAvgSettings(inner_lr=0.2), "all")
+    params, _, states = rounds_of_descent(algorithm, {"a": sharp, "b": wide}, {"w": numbers(0.3)}, 400, 0.1, 1)
+    sharpness, width = 4.0 * (1 - 0.2 * 4.0), 1.0 * (1 - 0.2 * 1.0)
+    expected = (sharpness * -1.0 + width * 1.0) / (sharpness + width)
+    assert float(params["w"]) == pytest.approx(expected, abs=1e-10)
+    assert states == {"a": {}, "b": {}}
+
+
+def test_per_fedavg_takes_another_inner_batch_at_every_step() -> None:
+    purposes = []
+
+    @dataclass(frozen=True)
+    class Noted(Bowl):
+        def batches(self, purpose: str, steps: int, size: int = 0) -> Any:
+            purposes.append((purpose, steps))
+            return super().batches(purpose, steps, size)
+
+    algorithm = PerFedAvg(shared="all")
+    _, state = train_locally(algorithm, Noted(numbers(1.0)), Message({"w": numbers(0.0)}), {}, PLAN)
+    assert purposes == [("train", 4), *((f"inner {step}", 1) for step in range(4))]
+    assert [name for name in state if not name.startswith("optimizer/")] == []
