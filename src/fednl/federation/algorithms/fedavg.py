@@ -20,19 +20,21 @@ if TYPE_CHECKING:  # a settings file is checked without torch
 
 @dataclass(frozen=True)
 class Traits:
-    """Which laws hold for an algorithm, so that one suite of tests can check each law where it applies.
+    """Which laws hold for an algorithm, so that one suite of tests can check each where it applies, and what it needs.
 
     Args:
         one_client_is_local: with one client, a run equals the same steps without federation, bit for bit.
         identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
+        needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
     """
 
     one_client_is_local: bool = True
     identical_clients_unchanged: bool = True
     order_free: bool = True
     shares: bool = True
+    needs_lora: bool = False
 
 
 class FedAvgSettings(Section):

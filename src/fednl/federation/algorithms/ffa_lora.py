@@ -13,12 +13,13 @@ class FfaLora(FedAvg):
 
     With A and B both averaged, the mean of the products is not the product of the means. A is the one drawn
     from the run's seed, the same on every client, and never travels: LoRA's bytes halve where A and B are of one
-    size. Rules that are no LoRA factor are trained and shared as FedAvg does; without LoRA this is FedAvg.
+    size. Rules that are no LoRA factor are trained and shared as FedAvg does. Without a LoRA nothing would differ from
+    FedAvg, so settings with `lora.rank = 0` are refused; name "lora" in `federation.shared` for B to be averaged.
 
     Source: Sun et al. 2024 (arXiv 2403.12313), section 3.
     """
 
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(needs_lora=True)
 
     def shared(self, names: Iterable[str]) -> list[str]:
         """Lists the names that travel, sorted: what the setting lets out, without any A.
