@@ -96,14 +96,14 @@ def rounds_of_descent(
     """Rounds of `descend` over all clients: the shared rules, the server's state, the clients' states."""
     server: ClientState = {}
     states: dict[str, ClientState] = {client: {} for client in problems}
-    for _ in range(rounds):
-        received = Message(params, algorithm.broadcast(params, server))
+    for round in range(1, rounds + 1):
+        received = Message(params, algorithm.broadcast(params, server), round=round)
         mean, extra = WeightedMean(), WeightedMean()
         for client, problem in sorted(problems.items()):
             reply, states[client] = descend(algorithm, problem, received, states[client], lr, steps)
             mean.add(reply.params, reply.num_examples)
             extra.add(reply.extra, reply.num_examples)
-        combined = Message(mean.result(), extra.result(), num_examples=int(mean.weight))
+        combined = Message(mean.result(), extra.result(), num_examples=int(mean.weight), round=round)
         params, server = algorithm.server_step(params, combined, server)
     return params, server, states
 

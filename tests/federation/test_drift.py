@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from federation_toys import Bench, Bowl, descend, rounds_of_descent, start_params
+from federation_toys import WRITE, Bench, Bowl, descend, rounds_of_descent, start_params
 from pydantic import ValidationError
 
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedprox import FedProx, FedProxSettings
 from fednl.federation.algorithms.scaffold import Scaffold, ScaffoldSettings
+from fednl.federation.checkpoint import load_newest
 from fednl.federation.message import Message
-from fednl.federation.params import equal, norm, subtract
+from fednl.federation.params import equal, finite, norm, subtract
 from fednl.federation.settings import TrainingSettings
+from fednl.federation.transport import Reply
 
 
 def numbers(*values: float) -> torch.Tensor:
@@ -90,7 +92,7 @@ def test_scaffold_finds_the_optimum_that_fedavg_misses() -> None:
     torch.testing.assert_close(server["control/w"], numbers(0.0, 0.0), rtol=0, atol=1e-8)
     for client, bowl in BOWLS.items():
         own = bowl.curvature * (OPTIMUM - bowl.centre)
-        torch.testing.assert_close(states[client]["control/w"], own, rtol=0, atol=1e-7)
+        torch.testing.assert_close(states[client]["pending/w"], own, rtol=0, atol=1e-7)
 
 
 def test_scaffold_by_hand() -> None:
@@ -105,10 +107,11 @@ def test_scaffold_by_hand() -> None:
     torch.testing.assert_close(reply.params["w"], second, rtol=0, atol=1e-15)
     # Option II of the paper, with the gradient steps that it is written for.
     published = state["control/w"] - received.extra["control/w"] + (sent["w"] - second) / (2 * 0.1)
-    torch.testing.assert_close(after["control/w"], published, rtol=0, atol=1e-14)
+    torch.testing.assert_close(after["pending/w"], published, rtol=0, atol=1e-14)
+    assert torch.equal(after["control/w"], state["control/w"])
     torch.testing.assert_close(reply.extra["control/w"], published - state["control/w"], rtol=0, atol=1e-14)
-    assert float(reply.extra["joined"]) == 0
-    assert set(after) == {"control/w"}
+    assert float(reply.extra["held"]) == 1
+    assert set(after) == {"control/w", "pending/w", "sent"}
 
 
 def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> None:
@@ -116,24 +119,30 @@ def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> Non
     bowls = {"a": Bowl(numbers(1.0), 1.0, 2), "b": Bowl(numbers(-4.0), 2.0, 3), "c": Bowl(numbers(9.0), 0.5, 5)}
     states: dict[str, dict[str, torch.Tensor]] = {client: {} for client in bowls}
     server: dict[str, torch.Tensor] = {}
-    for asked in (["a", "b"], ["b"], ["a", "c"], ["b", "c"]):
-        received = Message(params, algorithm.broadcast(params, server))
+    heard: dict[str, torch.Tensor] = {}
+    # The third round and the first of all miss their quorum: what clients sent then is not in c.
+    rounds = [(["a"], False), (["a", "b"], True), (["b", "c"], False), (["a", "c"], True), (["b"], True), (["c"], True)]
+    for round, (asked, counts) in enumerate(rounds, 1):
+        received = Message(params, algorithm.broadcast(params, server), round=round)
         replies = {}
         for client in asked:
             replies[client], states[client] = descend(algorithm, bowls[client], received, states[client], 0.1, 3)
+        if not counts:
+            continue
         weights = {client: reply.num_examples for client, reply in replies.items()}
         total = sum(weights.values())
         extra = {
             name: sum(replies[client].extra[name] * weights[client] for client in asked) / total
-            for name in ("control/w", "joined")
+            for name in ("control/w", "held")
         }
-        combined = Message(replies[asked[0]].params, extra, num_examples=total)
+        combined = Message(replies[asked[0]].params, extra, num_examples=total, round=round)
         params, server = algorithm.server_step(params, combined, server)
-        heard = [client for client in bowls if "control/w" in states[client]]
+        heard |= {client: states[client]["pending/w"] for client in asked}
         examples = sum(bowls[client].num_examples for client in heard)
-        mean = sum(states[client]["control/w"] * bowls[client].num_examples for client in heard) / examples
+        mean = sum(control * bowls[client].num_examples for client, control in heard.items()) / examples
         torch.testing.assert_close(server["control/w"], mean, rtol=0, atol=1e-14)
         assert int(server["examples"]) == examples
+    assert server["held"].tolist() == [2, 4, 5, 6]
 
 
 def test_scaffold_does_not_correct_a_client_that_is_new() -> None:
@@ -141,7 +150,7 @@ def test_scaffold_does_not_correct_a_client_that_is_new() -> None:
     fresh, _ = descend(Scaffold(shared="all"), BOWLS["right"], received, {}, 0.1, 3)
     plain, _ = descend(FedAvg(shared="all"), BOWLS["right"], replace(received, extra={}), {}, 0.1, 3)
     assert equal(fresh.params, plain.params)
-    assert float(fresh.extra["joined"]) == 1
+    assert float(fresh.extra["held"]) == 0
 
 
 def test_scaffold_sends_twice_fedavgs_tensors_and_keeps_private_rules_private(tmp_path: Path) -> None:
@@ -152,10 +161,11 @@ def test_scaffold_sends_twice_fedavgs_tensors_and_keeps_private_rules_private(tm
     names = set(Scaffold(shared="memory").shared(start_params()))
     for message in transport.sent:
         assert set(message.params) == names
-        assert set(message.extra) == ({f"control/{name}" for name in names} if message.round > 1 else set())
+        carried = {"held", *(f"control/{name}" for name in names)}
+        assert set(message.extra) == (carried if message.round > 1 else set())
     for reply in transport.returned:
         sent = Message.from_bytes(reply.payload)
-        assert set(sent.extra) == {"joined"} | {f"control/{name}" for name in names}
+        assert set(sent.extra) == carried
 
 
 def test_scaffold_corrections_change_the_second_round_only(tmp_path: Path) -> None:
@@ -165,3 +175,21 @@ def test_scaffold_corrections_change_the_second_round_only(tmp_path: Path) -> No
 
     assert equal(after("a", 1.0, 1), after("b", 0.0, 1))
     assert not equal(after("c", 1.0, 2), after("d", 0.0, 2))
+
+
+def test_scaffold_goes_on_after_rounds_without_a_quorum(tmp_path: Path) -> None:
+    # In the first rounds one client answers and two are wanted, so nothing of them is in c or in the rules.
+    def lone(replies: list[Reply]) -> list[Reply]:
+        return replies[:1] if Message.from_bytes(replies[0].payload).round <= 2 else replies
+
+    toy = Bench(tmp_path / "r", algorithm=Scaffold(shared="all"), training=TrainingSettings(rounds=5))
+    toy.settings = toy.settings.model_copy(update={"quorum": 2})
+    transport = toy.transport(lone)
+    params = toy.run(transport)
+    assert [row["updated"] for row in toy.rows()] == [False, False, True, True, True]
+    assert finite(params)
+    server = load_newest(toy.path / "checkpoints").server_state  # type: ignore[union-attr]
+    assert int(server["examples"]) == sum(toy.sizes.values())
+    total = sum(toy.sizes[c] * s["pending/" + WRITE].double() for c, s in transport.states().items())
+    mean = total / sum(toy.sizes.values())
+    torch.testing.assert_close(server["control/" + WRITE].double(), mean, rtol=0, atol=1e-6)

@@ -12,12 +12,14 @@ from fednl.federation.algorithms.fedssi import FedSsi
 from fednl.federation.algorithms.fedyogi import FedYogi
 from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.local_only import LocalOnly
+from fednl.federation.algorithms.m3 import M3
 from fednl.federation.algorithms.per_fedavg import PerFedAvg
 from fednl.federation.algorithms.reptile import Reptile
 from fednl.federation.algorithms.scaffold import Scaffold
 
 __all__ = [
     "ALGORITHMS",
+    "M3",
     "PRESETS",
     "Ewc",
     "FedAdam",
@@ -41,6 +43,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
+    "m3": M3,
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "ffa-lora": FfaLora,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
@@ -32,13 +33,14 @@ class Scaffold(FedAvg):
 
     Clients with different data then agree on where to go, and the average no longer settles between their own
     optima. A message carries a control variate of the size of each shared rule, both ways, so a round costs
-    twice FedAvg's bytes, and a client keeps c_k in its state as `control/NAME`.
+    twice FedAvg's bytes. A client keeps c_k in its state as `control/NAME`, and the one that it sent last as
+    `pending/NAME` until it hears that the round `sent` counted: after a round without a quorum c_k is the old one.
 
     As published, c_k becomes c_k - c + (w_sent - w_k) / (steps rate). That is the mean of a round's data
     gradients under plain SGD, but no gradient at all under AdamW; here that mean is taken itself. A client's
     weight in c is its examples, as in the mean of the rules. c is over the clients heard so far: one that
     takes part for the first time is not corrected, and counts in c from then on (as published it would start
-    from c_k = 0). If a round misses its quorum, the changes of c_k sent in it are missing from c.
+    from c_k = 0). If the server refuses a single reply, its change of c_k is missing from c.
     Settings: `ScaffoldSettings`.
 
     Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, option II; the three choices above are ours.
@@ -48,7 +50,10 @@ class Scaffold(FedAvg):
     traits: ClassVar[Traits] = Traits()
 
     def extra(self, params: Params) -> Params:
-        """Names a control variate for each shared rule, and `joined`: 1 in a client's first reply, else 0.
+        """Names a control variate for each shared rule, and `held`.
+
+        In a reply, `held` is 1 if c holds an earlier c_k of this client, else 0; from the server it is the
+        rounds whose replies c holds, int64 [rounds].
 
         Args:
             params: the shared rules.
@@ -57,19 +62,19 @@ class Scaffold(FedAvg):
 
         names = [name for name in self.shared(params) if name in set(self.trainable(params))]
         control = {f"control/{name}": torch.zeros_like(params[name]) for name in names}
-        return {**control, "joined": torch.zeros((), dtype=torch.float64)}
+        return {**control, "held": torch.zeros((), dtype=torch.float64)}
 
     def broadcast(self, params: Params, server_state: ClientState) -> Params:
-        """Gives c as `control/NAME`; nothing before the first reply.
+        """Gives c as `control/NAME`, and `held`; nothing before the first round that counts.
 
         Args:
             params: the shared rules that go out.
-            server_state: `control/NAME`, and `examples` that it is the mean over.
+            server_state: what `server_step` gave.
         """
-        return {name: tensor for name, tensor in server_state.items() if name.startswith("control/")}
+        return {name: tensor for name, tensor in server_state.items() if name != "examples"}
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
-        """Starts as FedAvg does, with an empty sum of gradients.
+        """Starts as FedAvg does; takes up the c_k that was sent last, if its round counted.
 
         Args:
             received: the server's message.
@@ -77,7 +82,11 @@ class Scaffold(FedAvg):
             problem: the client's data and loss.
         """
         params, state = super().start(received, state, problem)
-        return params, {name: tensor for name, tensor in state.items() if not name.startswith("sum/")}
+        kept = {name: tensor for name, tensor in state.items() if not name.startswith(("pending/", "sent"))}
+        if "held" in received.extra and "sent" in state and bool((received.extra["held"] == state["sent"]).any()):
+            sent = {name.removeprefix("pending/"): t for name, t in state.items() if name.startswith("pending/")}
+            kept |= {f"control/{name}": tensor for name, tensor in sent.items()}
+        return params, kept
 
     def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
         """Gives the batch's gradient plus c - c_k for the shared rules.
@@ -108,7 +117,7 @@ class Scaffold(FedAvg):
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem
     ) -> tuple[Message, ClientState]:
-        """Renews c_k, and sends its change; all of it in the first reply.
+        """Makes the new c_k, and sends its change; all of it while c holds none of this client.
 
         Args:
             params: the rules after the last local step.
@@ -116,19 +125,16 @@ class Scaffold(FedAvg):
             state: the client's state, with the round's sum.
             problem: the client's data and loss.
         """
-        from dataclasses import replace
-
         message, state = super().finish(params, received, state, problem)
-        extra = self.extra(message.params)
-        first = not any(name in state for name in extra)
-        extra["joined"] += float(first)
-        shifts = self._shifts(received, state)
+        extra, shifts = self.extra(message.params), self._shifts(received, state)
         kept = {name: tensor for name, tensor in state.items() if not name.startswith("sum/")}
-        for name in shifts.keys() | {key.removeprefix("control/") for key in extra if key != "joined"}:
+        for name in [key.removeprefix("control/") for key in extra if key != "held"]:
             mean = state[f"sum/{name}"] / state["sum/"] - shifts.get(name, 0.0)
             old = state.get(f"control/{name}", mean * 0)
             extra[f"control/{name}"] = mean - old
-            kept[f"control/{name}"] = _moved(old, mean - old, 1.0)
+            kept[f"pending/{name}"] = _moved(old, mean - old, 1.0)
+        extra["held"] = extra["held"] + float(any(name in state for name in extra))
+        kept["sent"] = extra["held"].new_tensor(received.round).long()
         return replace(message, extra=extra), kept
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
@@ -137,16 +143,18 @@ class Scaffold(FedAvg):
         Args:
             params: the shared rules that were sent out.
             combined: the combined replies.
-            server_state: `control/NAME` and `examples`, of all clients heard so far; empty at first.
+            server_state: `control/NAME`, the `examples` it is the mean over, and `held`; empty at first.
         """
         new, _ = super().server_step(params, combined, server_state)
-        if "joined" not in combined.extra:
+        if "held" not in combined.extra:
             return new, server_state
-        before = server_state.get("examples", combined.extra["joined"] * 0)
-        examples = before + (combined.extra["joined"] * combined.num_examples).round()
-        state: ClientState = {"examples": examples}
+        known = combined.extra["held"]
+        before = server_state.get("examples", known * 0)
+        examples = before + ((1 - known) * combined.num_examples).round()
+        rounds = [*server_state.get("held", known.new_zeros(0)).tolist(), combined.round]
+        state: ClientState = {"examples": examples, "held": known.new_tensor(rounds).long()}
         for name, change in combined.extra.items():
-            if name != "joined":
+            if name != "held":
                 # n c = n_before c_before + the sum of what came, over the clients heard so far.
                 old = server_state.get(name, change * 0).double() * float(before / examples)
                 state[name] = _moved(old, change, combined.num_examples / float(examples))
