@@ -49,9 +49,10 @@ class FedAla(FedAvg):
     In a client's first round there are none, and it takes what was sent. All shared rules are mixed; the paper's
     restriction to the top layers is for networks with many more numbers. Settings: `FedAlaSettings`.
 
-    Source: Zhang et al. 2023 (arXiv 2212.01197), eqs. 4 to 6 and Algorithm 1, whose thresholds
-    are the defaults. Ours: a number of batches, the same in each pass of a round, in place of 80% of the data, the
-    limit on passes, and rules that local steps do not move are taken as sent.
+    Source: Zhang et al. 2023 (arXiv 2212.01197), eqs. 4 to 6 and Algorithm 1, whose threshold is the default. Ours: a
+    number of batches, the same in each pass of a round, in place of 80% of the data; the limit on passes; that a
+    client is measured on its own rules, not on its next mixture; rules that local steps do not move are taken as
+    sent.
     """
 
     Settings: ClassVar[type[BaseModel]] = FedAlaSettings

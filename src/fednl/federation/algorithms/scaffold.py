@@ -111,8 +111,8 @@ class Scaffold(FedAvg):
             state: the client's state.
         """
         sums = {f"sum/{name}": state.get(f"sum/{name}", 0.0) + grads[name] for name in self.shared(grads)}
-        steps = state.get("sum/", grads[next(iter(grads))].new_zeros(())) + 1
-        return {**state, **sums, "sum/": steps}
+        steps = state.get("sum/steps", next(iter(grads.values())).new_zeros(())) + 1
+        return {**state, **sums, "sum/steps": steps}
 
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem
@@ -129,7 +129,7 @@ class Scaffold(FedAvg):
         extra, shifts = self.extra(message.params), self._shifts(received, state)
         kept = {name: tensor for name, tensor in state.items() if not name.startswith("sum/")}
         for name in [key.removeprefix("control/") for key in extra if key != "held"]:
-            mean = state[f"sum/{name}"] / state["sum/"] - shifts.get(name, 0.0)
+            mean = state[f"sum/{name}"] / state["sum/steps"] - shifts.get(name, 0.0)
             old = state.get(f"control/{name}", mean * 0)
             extra[f"control/{name}"] = mean - old
             kept[f"pending/{name}"] = _moved(old, mean - old, 1.0)
