@@ -20,8 +20,9 @@ class EwcSettings(Section):
     """The `[ewc]` section.
 
     Args:
-        strength: the paper's lambda, at least 0; 0 is FedAvg. It multiplies squared gradients, which are small,
-            so values far above 1 are usual.
+        strength: the paper's lambda, at least 0; 0 is FedAvg. A rule is held once strength times its importance
+            is as large as the curvature of the new task's loss. Importance is a squared gradient, usually a
+            small number: sweep this by factors of ten, upwards.
         decay: how much of the importance of earlier tasks is kept at a task's end, from 0 to 1; 1 adds up.
         fisher_examples: how many of the client's examples the importance is measured on, at least 1.
     """
@@ -68,6 +69,5 @@ class Ewc(Consolidation):
             total = {name: total[name] + grads[name].double().square() for name in moved}
         fisher = {name: (total[name] / number).to(params[name].dtype) for name in moved}
         old = {name: state.get(f"importance/{name}", fisher[name] * 0) for name in moved}
-        return {name: self.settings.decay * old[name] + fisher[name] for name in moved}, {
-            name: params[name] for name in moved
-        }
+        importance = {name: self.settings.decay * old[name] + fisher[name] for name in moved}
+        return importance, {name: params[name] for name in moved}

@@ -21,7 +21,9 @@ class FedSsiSettings(Section):
     """The `[fedssi]` section; only xi has a published value.
 
     Args:
-        strength: the paper's alpha, at least 0; 0 is FedAvg.
+        strength: the paper's alpha, at least 0; 0 is FedAvg. A rule is held once twice strength times its
+            importance is as large as the curvature of the new task's loss; short or small surrogate steps give
+            little importance: sweep this by factors of ten, upwards.
         locality: the paper's lambda, above 0 and at most 1: at 1 the surrogate follows the client's data alone,
             towards 0 it is glued to the server's rules. Should be higher the more clients differ.
         surrogate_steps: gradient steps of the surrogate at a task's end, at least 1.
