@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fednl.client import Bench
+from fednl.client import Bench, ClientProblem
 from fednl.errors import BackboneError, CheckpointError
 from fednl.training import partition_rows, train
 from small_run import byte_tokenizer, settings, tiny_backbone
@@ -31,6 +31,21 @@ def test_the_validation_loss_does_not_depend_on_the_batch(backbone: Path) -> Non
         assert tokens == sum(len(one.candidate_ids[one.gold]) for one in bench.data["name-date"].validation)
         losses.append(loss)
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+
+
+def test_batches_of_one_give_each_example_once_a_pass_and_another_purpose_another_order(backbone: Path) -> None:
+    problem = ClientProblem(Bench(settings(backbone)), "passkey", round=1)
+
+    def drawn(purpose: str, steps: int, size: int = 0) -> list[list[tuple[int, ...]]]:
+        return [[tuple(row) for row in b["input_ids"].tolist()] for b in problem.batches(purpose, steps, size)]
+
+    assert problem.num_examples == 6
+    ones = drawn("fisher", 6, 1)
+    assert [len(batch) for batch in ones] == [1] * 6
+    assert len({batch[0] for batch in ones}) == 6
+    assert drawn("fisher", 6, 1) == ones
+    assert drawn("mix", 6, 1) != ones
+    assert [len(batch) for batch in drawn("train", 3)] == [2, 2, 2]
 
 
 def test_a_setup_that_failed_to_mount_is_not_taken_for_mounted(backbone: Path) -> None:

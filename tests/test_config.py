@@ -55,7 +55,11 @@ def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
-    first = load_config(write(f'[federation]\nalgorithm = "{algorithm}"\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'))
+    first = load_config(
+        write(
+            f'[federation]\nalgorithm = "{algorithm}"\n[lora]\nrank = 2\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
+        )
+    )
     again = tmp_path / "again.toml"
     again.write_text(first.to_toml(), encoding="utf-8")
     second = load_config(again)
@@ -116,6 +120,9 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         ("[run]\nseed = -1\n", ["seed = -1"]),
         ('[memory]\nlayers = "last:0"\n', ["layers", '"last:0"', '"last:n"']),
         ('[federation]\nalgorithm = "fedav"\n', ["algorithm", '"fedav"', 'did you mean "fedavg"?']),
+        ('[federation]\nalgorithm = "ffa-lora"\n', ['algorithm = "ffa-lora"', "[lora] rank = 0", "1 or more"]),
+        ('[federation]\nalgorithm = "fedprox"\n[fedprox]\nmu = -1.0\n', ["[fedprox] mu = -1.0", "equal to 0"]),
+        ('[federation]\nalgorithm = "fedssi"\n[fedssi]\nlocality = 0.0\n', ["locality = 0.0", "greater than 0"]),
         ("[fedavgm]\nmomentum = 0.5\n", ["[fedavgm]", 'algorithm = "fedavgm"']),
         ('[federation]\nalgorithm = "fedavgm"\n[fedavgm]\nmomentm = 0.5\n', ['did you mean "momentum"?']),
         (

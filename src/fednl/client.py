@@ -89,10 +89,10 @@ class ClientProblem:
         """Trainable examples in the client's training split."""
         return len(self._examples)
 
-    def batches(self, purpose: str, steps: int) -> Iterator[dict[str, Tensor]]:
-        """Gives `steps` batches, the same for the same (seed, client, round, purpose)."""
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Gives `steps` batches, the same for the same (seed, client, round, purpose); size 0 is `training.batch`."""
         rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)
-        for examples in iterate_batches(self._examples, self._bench.config.training.batch, steps, rng):
+        for examples in iterate_batches(self._examples, size or self._bench.config.training.batch, steps, rng):
             yield self._bench.collated(examples)
 
     def loss(self, params: Params, batch: dict[str, Tensor]) -> Tensor:

@@ -81,7 +81,8 @@ class Config(BaseModel):
             overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
 
         Raises:
-            SettingsError: a section or key is unknown, or a value is not one it can have.
+            SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm needs a
+                LoRA and there is none.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -93,6 +94,11 @@ class Config(BaseModel):
         values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
         config = cls(**values, algorithm=dict(table.get(own, {})))
         check.section(own, kind_of_own, config.algorithm)
+        if ALGORITHMS[own].traits.needs_lora and config.lora.rank == 0:
+            raise SettingsError(
+                f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
+                'set the rank to 1 or more, or algorithm = "fedavg".'
+            )
         return config
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.combine import WeightedMean
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
@@ -53,12 +54,58 @@ class Regression:
         x, target = batch
         return (x @ (params[WRITE] + params[PROJECTION]) + params[GATE] - target).square().mean()
 
-    def batches(self, purpose: str, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         x, target = self.data()
         rng = torch_rng(self.seed, purpose, self.client, self.round)
         for _ in range(steps):
-            rows = torch.randperm(self.num_examples, generator=rng)[: self.batch]
+            rows = torch.randperm(self.num_examples, generator=rng)[: size or self.batch]
             yield x[rows], target[rows]
+
+
+@dataclass(frozen=True)
+class Bowl:
+    """The loss a/2 (w - b)^2 summed over elements, the same for every batch: all of it has closed forms."""
+
+    centre: torch.Tensor
+    curvature: float = 1.0
+    num_examples: int = 1
+
+    def loss(self, params: Params, batch: Any = None) -> torch.Tensor:
+        return self.curvature / 2 * sum((w - self.centre).square().sum() for w in params.values())
+
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[None]:
+        yield from [None] * steps
+
+
+def descend(
+    algorithm: FedAvg, problem: Any, received: Message, state: ClientState, lr: float, steps: int
+) -> tuple[Message, ClientState]:
+    """A client's round by plain gradient descent, where the library's loop would take AdamW's steps."""
+    params, state = algorithm.start(received, state, problem)
+    for batch in problem.batches("train", steps):
+        grads = algorithm.gradient(params, batch, received, state, problem)
+        after = {**params, **{name: params[name] - lr * grad for name, grad in grads.items()}}
+        state = algorithm.after_step(params, after, grads, state)
+        params = after
+    return algorithm.finish(params, received, state, problem)
+
+
+def rounds_of_descent(
+    algorithm: FedAvg, problems: Mapping[str, Any], params: Params, rounds: int, lr: float, steps: int
+) -> tuple[Params, ClientState, dict[str, ClientState]]:
+    """Rounds of `descend` over all clients: the shared rules, the server's state, the clients' states."""
+    server: ClientState = {}
+    states: dict[str, ClientState] = {client: {} for client in problems}
+    for round in range(1, rounds + 1):
+        received = Message(params, algorithm.broadcast(params, server), round=round)
+        mean, extra = WeightedMean(), WeightedMean()
+        for client, problem in sorted(problems.items()):
+            reply, states[client] = descend(algorithm, problem, received, states[client], lr, steps)
+            mean.add(reply.params, reply.num_examples)
+            extra.add(reply.extra, reply.num_examples)
+        combined = Message(mean.result(), extra.result(), num_examples=int(mean.weight), round=round)
+        params, server = algorithm.server_step(params, combined, server)
+    return params, server, states
 
 
 def toy_endpoint(
@@ -66,12 +113,15 @@ def toy_endpoint(
     training: TrainingSettings,
     sizes: Mapping[str, int],
     dtype: torch.dtype = torch.float32,
+    task_rounds: int = 0,
 ) -> Endpoint:
     def endpoint(
         client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
     ) -> tuple[Message, ClientState]:
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
-        return train_locally(algorithm, problem, message, state, LocalPlan.of(training, message.round), on_progress)
+        ends = f"task-{message.round}" if task_rounds and message.round % task_rounds == 0 else ""
+        plan = LocalPlan.of(training, message.round, ends)
+        return train_locally(algorithm, problem, message, state, plan, on_progress)
 
     return endpoint
 
@@ -119,6 +169,8 @@ class Bench:
     training: TrainingSettings = field(default_factory=lambda: TrainingSettings(rounds=3, local_steps=3, batch=4))
     seed: int = 3
     dtype: torch.dtype = torch.float32
+    task_rounds: int = 0
+    """Rounds after which a task ends; 0 for one task without an end."""
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -127,7 +179,7 @@ class Bench:
         return Run(self.path)
 
     def endpoint(self) -> Endpoint:
-        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype)
+        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype, self.task_rounds)
 
     def transport(self, change: Callable[[list[Reply]], list[Reply]] = lambda replies: replies) -> Tampered:
         return Tampered(self.endpoint(), self.sizes, change)

@@ -14,6 +14,7 @@ from fednl.federation.algorithms import ALGORITHMS, PRESETS
 from fednl.federation.algorithms.fedadam import FedAdam, FedAdamSettings
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedavgm import FedAvgM, FedAvgMSettings
+from fednl.federation.algorithms.fedyogi import FedYogi, FedYogiSettings
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal, personal
 from fednl.federation.transport import Reply
@@ -86,6 +87,42 @@ def test_server_state_and_rules_stay_finite_and_new(kind: str) -> None:
     assert equal(params, before)
 
 
+# The settings at which an algorithm must be FedAvg to the bit, where it has such.
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavgm": {"server_lr": 1.0, "momentum": 0.0},
+    "fedprox": {"mu": 0.0},
+    "scaffold": {"correction": 0.0},
+    "ffa-lora": {},  # the toys have no LoRA
+    "fedala": {"weight_lr": 0.0},
+    "ewc": {"strength": 0.0},
+    "fedssi": {"strength": 0.0},
+    "reptile": {"outer_lr": 1.0},
+    "per-fedavg": {"inner_lr": 0.0},
+}
+
+
+@pytest.mark.parametrize("task_rounds", [0, 1])
+@pytest.mark.parametrize("kind", sorted(NEUTRAL))
+@pytest.mark.parametrize("shared", ["all", "memory"])
+def test_at_its_neutral_settings_an_algorithm_is_fedavg_to_the_bit(
+    kind: str, shared: str, task_rounds: int, tmp_path: Path
+) -> None:
+    def result(name: str, algorithm: FedAvg) -> tuple[Params, Params]:
+        toy = Bench(tmp_path / name, algorithm=algorithm, dtype=torch.float64, task_rounds=task_rounds)
+        toy.settings = toy.settings.model_copy(update={"clients_per_round": 3})
+        transport = toy.transport()
+        params, states = toy.run(transport), transport.states()
+        travels = algorithm.shared(params)
+        own = {f"{c}/{n}": t for c, s in states.items() for n, t in personal(params, s).items() if n not in travels}
+        return params, own
+
+    plain = result("plain", FedAvg(shared=shared))
+    other = result("other", ALGORITHMS[kind](ALGORITHMS[kind].Settings(**NEUTRAL[kind]), shared))
+    assert equal(plain[0], other[0])
+    assert equal(plain[1], other[1])
+
+
 def test_local_only_sends_and_receives_nothing(tmp_path: Path) -> None:
     toy = bench(tmp_path / "r", "local-only")
     transport = toy.transport()
@@ -154,13 +191,39 @@ def test_fedadam_by_hand() -> None:
     assert state["second/w"].item() == pytest.approx(second, abs=1e-15)
 
 
-def test_fedadam_with_a_large_tau_is_a_damped_fedavg() -> None:
+def test_fedyogi_by_hand_on_both_sides_of_its_sign() -> None:
+    algorithm = FedYogi(FedYogiSettings(server_lr=0.1, betas=(0.9, 0.99), tau=0.01), "all")
+    params = {"w": torch.tensor([1.0], dtype=torch.float64)}
+    first, second, expected, state = 0.0, 0.01**2, 1.0, {}
+    for change in (0.2, -0.001, 0.3):  # d^2 above v, then below, then above
+        params, state = algorithm.server_step(params, Message({"w": params["w"] + change}, num_examples=1), state)
+        first = 0.9 * first + 0.1 * change
+        second -= 0.01 * change**2 * math.copysign(1, second - change**2)
+        expected += 0.1 * first / (math.sqrt(second) + 0.01)
+        assert params["w"].item() == pytest.approx(expected, abs=1e-12)
+        assert state["second/w"].item() == pytest.approx(second, abs=1e-15)
+
+
+def test_fedyogi_forgets_a_large_change_more_slowly_than_fedadam() -> None:
+    def second(algorithm: FedAdam) -> float:
+        params, state = {"w": torch.tensor([0.0])}, {}
+        for change in [10.0] + 50 * [0.01]:
+            mean = Message({"w": params["w"] + change}, num_examples=1)
+            params, state = algorithm.server_step(params, mean, state)
+        return float(state["second/w"])
+
+    assert second(FedYogi(shared="all")) == pytest.approx(1.0, rel=1e-3)
+    assert second(FedAdam(shared="all")) == pytest.approx(0.99**50, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [FedAdam, FedYogi])
+def test_with_a_large_tau_an_adaptive_server_is_a_damped_fedavg(kind: type[FedAdam]) -> None:
     # Without decay of the first moment and with tau far above any change, the step is a part of the change.
-    algorithm = FedAdam(FedAdamSettings(server_lr=1e6, betas=(0.0, 0.99), tau=1e6), "all")
+    algorithm = kind(kind.Settings(server_lr=1e6, betas=(0.0, 0.99), tau=1e6), "all")
     mean = {"w": torch.tensor([1.5])}
-    new, _ = algorithm.server_step({"w": torch.tensor([1.0])}, Message(mean, num_examples=1), {})
-    # v starts at tau^2, so the root adds 1 (0.995) to the denominator's own 1.
-    assert new["w"].item() == pytest.approx(1.0 + 0.5 / (1 + math.sqrt(0.99)), abs=1e-6)
+    new, state = algorithm.server_step({"w": torch.tensor([1.0])}, Message(mean, num_examples=1), {})
+    # v starts at tau^2, so its root adds about 1 to the denominator's own 1, in units of tau.
+    assert new["w"].item() == pytest.approx(1.0 + 0.5 / (1 + math.sqrt(float(state["second/w"])) / 1e6), abs=1e-6)
 
 
 def test_an_algorithm_takes_its_own_settings_only() -> None:

@@ -136,7 +136,7 @@ def test_a_client_with_fewer_examples_than_a_batch_still_takes_its_steps() -> No
 
 
 class NoBatches(Regression):
-    def batches(self, purpose: str, steps: int) -> Iterator[Any]:
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[Any]:
         return iter(())
 
 

@@ -93,6 +93,14 @@ def test_weighted_mean_by_hand() -> None:
     assert mean["a"].dtype == torch.float32
 
 
+def test_value_and_gradient_modify_nothing_and_know_what_is_not_used() -> None:
+    params = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0]), "c": torch.tensor([5.0])}
+    value, grads = p.value_and_gradient(lambda q: (q["a"].square() * q["c"]).sum(), params, ["a", "b"])
+    assert (float(value), value.requires_grad) == (25.0, False)
+    assert p.equal(grads, {"a": torch.tensor([10.0, -20.0]), "b": torch.tensor([0.0])})
+    assert not any(tensor.requires_grad for tensor in params.values())
+
+
 def test_personal_puts_private_rules_in() -> None:
     state = {"private/b": torch.tensor(2.0), "optimizer/step": torch.tensor(9.0)}
     own = p.personal({"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, state)

@@ -34,8 +34,14 @@ class Problem(Protocol):
         """Gives the mean loss of a batch, a scalar differentiable with respect to `params`."""
         ...
 
-    def batches(self, purpose: str, steps: int) -> Iterator[Any]:
-        """Gives `steps` batches, the same ones for the same (seed, client, round, purpose)."""
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[Any]:
+        """Gives `steps` batches, the same ones for the same (seed, client, round, purpose).
+
+        Args:
+            purpose: names the random stream; another purpose gives other batches.
+            steps: how many.
+            size: examples a batch; 0 for the run's own. Within a pass no example comes twice.
+        """
         ...
 
 
@@ -52,6 +58,7 @@ class LocalPlan:
         total_steps: a client's steps over all rounds of the run.
         optimizer_state: `"keep"` or `"reset"`.
         clip: largest L2 norm of a step's gradient; 0 for no limit.
+        ends: the name of the task whose data end with this round, in a stream of tasks; empty for none.
     """
 
     round: int
@@ -62,10 +69,11 @@ class LocalPlan:
     total_steps: int = 0
     optimizer_state: str = "keep"
     clip: float = 1.0
+    ends: str = ""
 
     @classmethod
-    def of(cls, training: TrainingSettings, round: int) -> LocalPlan:
-        """Gives the plan of a round, counted from 1, under a `[training]` section."""
+    def of(cls, training: TrainingSettings, round: int, ends: str = "") -> LocalPlan:
+        """Gives the plan of a round, counted from 1, under a `[training]` section; `ends` as in the class."""
         return cls(
             round=round,
             steps=training.local_steps,
@@ -75,6 +83,7 @@ class LocalPlan:
             total_steps=training.rounds * training.local_steps,
             optimizer_state=training.optimizer_state,
             clip=training.clip,
+            ends=ends,
         )
 
 
@@ -132,6 +141,7 @@ def train_locally(
     params, new_state = algorithm.start(received, state, watched)
     optimizer = _AdamW(params, algorithm.trainable(params), new_state, plan)
     losses: list[float] = []
+    watched.take()  # a loss that the algorithm looked at before the first step is not a step's
     for step, batch in enumerate(problem.batches("train", plan.steps)):
         grads = algorithm.gradient(params, batch, received, new_state, watched)
         moved = {**params, **optimizer.step(grads, learning_rate(plan, step))}
@@ -142,6 +152,8 @@ def train_locally(
             on_step({"step": step + 1, "steps": plan.steps, "loss": losses[-1]})
     if not losses:
         raise DataError(f'Client "{received.client}" has {problem.num_examples} examples but gave no batch.')
+    if plan.ends:
+        new_state = algorithm.boundary(plan.ends, params, new_state, watched)
     message, new_state = algorithm.finish(params, received, optimizer.kept(new_state), watched)
     message = _signed(message, received, losses, time.perf_counter() - started_s)
     _check_allowed(algorithm, message)
@@ -190,8 +202,8 @@ class _Watched:
             self._loss = loss.detach()
         return loss
 
-    def batches(self, purpose: str, steps: int) -> Iterator[Any]:
-        return self._problem.batches(purpose, steps)
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[Any]:
+        return self._problem.batches(purpose, steps, size)
 
     def take(self) -> float:
         loss, self._loss = self._loss, None

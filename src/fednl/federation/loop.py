@@ -113,7 +113,8 @@ def _one_round(fed: Federation, point: Point) -> Point:
     started_s, number = time.perf_counter(), point.round + 1
     asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
-    combined, ledger = _ask(fed, shared, number, asked)
+    beside = fed.algorithm.broadcast(shared, point.server_state)
+    combined, ledger = _ask(fed, shared, beside, number, asked)
     params, server_state = point.params, point.server_state
     fault = _why_no_quorum(fed, ledger)
     reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
@@ -136,12 +137,12 @@ def _one_round(fed: Federation, point: Point) -> Point:
     return after
 
 
-def _ask(fed: Federation, shared: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
-    """Sends the shared rules out, and combines what comes back in the order of names."""
+def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
+    """Sends the shared rules out, with what goes beside them, and combines what comes back in the order of names."""
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
     down_bytes = {
-        client: fed.transport.send(client, Message(shared, round=number, client=client, run=fed.run_name))
+        client: fed.transport.send(client, Message(shared, beside, round=number, client=client, run=fed.run_name))
         for client in asked
     }
     extra = fed.algorithm.extra(shared)

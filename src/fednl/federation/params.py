@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -125,6 +125,25 @@ def subtract(left: Params, right: Params) -> Params:
 def add_scaled(left: Params, right: Params, scale: float) -> Params:
     """Gives left + scale * right, name by name, in left's dtype."""
     return {name: left[name] + scale * right[name] for name in _same_names(left, right)}
+
+
+def value_and_gradient(
+    function: Callable[[Params], torch.Tensor], params: Params, moved: Sequence[str]
+) -> tuple[torch.Tensor, Params]:
+    """Gives a scalar function's value, detached, and its gradient with respect to the tensors named in `moved`.
+
+    Args:
+        function: from params to a scalar.
+        params: where; not modified.
+        moved: names for which a gradient is wanted; one that the function does not use has gradient zero, so
+            that AdamW's moments treat all rules alike.
+    """
+    leaves = {name: tensor.detach() for name, tensor in params.items()}
+    for name in moved:
+        leaves[name].requires_grad_()
+    value = function(leaves)
+    grads = torch.autograd.grad(value, [leaves[name] for name in moved], materialize_grads=True)
+    return value.detach(), dict(zip(moved, grads, strict=True))
 
 
 def norm(params: Mapping[str, torch.Tensor]) -> float:

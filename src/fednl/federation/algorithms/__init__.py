@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+from fednl.federation.algorithms.ewc import Ewc
 from fednl.federation.algorithms.fedadam import FedAdam
+from fednl.federation.algorithms.fedala import FedAla
 from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.federation.algorithms.fedavgm import FedAvgM
+from fednl.federation.algorithms.fedprox import FedProx
+from fednl.federation.algorithms.fedssi import FedSsi
+from fednl.federation.algorithms.fedyogi import FedYogi
+from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.local_only import LocalOnly
+from fednl.federation.algorithms.m3 import M3
+from fednl.federation.algorithms.per_fedavg import PerFedAvg
+from fednl.federation.algorithms.reptile import Reptile
+from fednl.federation.algorithms.scaffold import Scaffold
 
-__all__ = ["ALGORITHMS", "PRESETS", "FedAdam", "FedAvg", "FedAvgM", "LocalOnly", "Traits"]
+__all__ = [
+    "ALGORITHMS",
+    "M3",
+    "PRESETS",
+    "Ewc",
+    "FedAdam",
+    "FedAla",
+    "FedAvg",
+    "FedAvgM",
+    "FedProx",
+    "FedSsi",
+    "FedYogi",
+    "FfaLora",
+    "LocalOnly",
+    "PerFedAvg",
+    "Reptile",
+    "Scaffold",
+    "Traits",
+]
 
 # A new algorithm is one file and one line here.
 ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "m3": M3,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "ffa-lora": FfaLora,
+    "fedala": FedAla,
+    "ewc": Ewc,
+    "fedssi": FedSsi,
+    "reptile": Reptile,
+    "per-fedavg": PerFedAvg,
     "local-only": LocalOnly,
 }
 """The algorithms by the name that `[federation] algorithm` takes."""

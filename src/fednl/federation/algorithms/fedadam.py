@@ -10,6 +10,8 @@ from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.federation.settings import Section
 
 if TYPE_CHECKING:
+    import torch
+
     from fednl.federation.message import Message
     from fednl.federation.params import ClientState, Params
 
@@ -57,7 +59,7 @@ class FedAdam(FedAvg):
             server_state: the moments from the round before; empty at first.
         """
         rate, tau = self.settings.server_lr, self.settings.tau
-        first_decay, second_decay = self.settings.betas
+        first_decay = self.settings.betas[0]
         new: Params = {}
         state: ClientState = {}
         for name, mean in combined.params.items():
@@ -65,7 +67,17 @@ class FedAdam(FedAvg):
             first = server_state.get(f"first/{name}", change * 0)
             second = server_state.get(f"second/{name}", change * 0 + tau**2)
             first = first_decay * first + (1 - first_decay) * change
-            second = second_decay * second + (1 - second_decay) * change.square()
+            second = self.second_moment(second, change.square())
             new[name] = (params[name].double() + rate * first / (second.sqrt() + tau)).to(mean.dtype)
             state |= {f"first/{name}": first, f"second/{name}": second}
         return new, state
+
+    def second_moment(self, before: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+        """Gives the new second moment from the old one and the square of the change.
+
+        Args:
+            before: v of the round before, float64.
+            square: d^2, of the same shape.
+        """
+        decay = float(self.settings.betas[1])
+        return decay * before + (1 - decay) * square

@@ -20,19 +20,21 @@ if TYPE_CHECKING:  # a settings file is checked without torch
 
 @dataclass(frozen=True)
 class Traits:
-    """Which laws hold for an algorithm, so that one suite of tests can check each law where it applies.
+    """Which laws hold for an algorithm, so that one suite of tests can check each where it applies, and what it needs.
 
     Args:
         one_client_is_local: with one client, a run equals the same steps without federation, bit for bit.
         identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
+        needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
     """
 
     one_client_is_local: bool = True
     identical_clients_unchanged: bool = True
     order_free: bool = True
     shares: bool = True
+    needs_lora: bool = False
 
 
 class FedAvgSettings(Section):
@@ -70,10 +72,23 @@ class FedAvg:
         return select(names, self.lets_out)
 
     def extra(self, params: Params) -> Params:
-        """Names what else a reply carries, with a tensor of the shape and dtype of each; here nothing.
+        """Names what else messages may carry, with a tensor of the shape and dtype of each; here nothing.
+
+        A reply carries all of them.
 
         Args:
             params: the shared rules.
+        """
+        return {}
+
+    def broadcast(self, params: Params, server_state: ClientState) -> Params:
+        """Gives what else the server's message carries, under names of `extra`; here nothing.
+
+        A client reads it as `received.extra`. SCAFFOLD cannot be written without it.
+
+        Args:
+            params: the shared rules that go out.
+            server_state: the server's own tensors; empty at first.
         """
         return {}
 
@@ -107,16 +122,12 @@ class FedAvg:
             state: the client's state.
             problem: the client's data and loss.
         """
-        import torch
+        from fednl.federation.params import value_and_gradient
 
-        moved = self.trainable(params)
-        leaves = {name: tensor.detach() for name, tensor in params.items()}
-        for name in moved:
-            leaves[name].requires_grad_()
-        loss = problem.loss(leaves, batch) + self.penalty(leaves, received, state)
-        # A rule the batch does not touch has gradient zero, so that AdamW's moments treat all rules alike.
-        grads = torch.autograd.grad(loss, [leaves[name] for name in moved], materialize_grads=True)
-        return dict(zip(moved, grads, strict=True))
+        def loss(leaves: Params) -> torch.Tensor:
+            return problem.loss(leaves, batch) + self.penalty(leaves, received, state)
+
+        return value_and_gradient(loss, params, self.trainable(params))[1]
 
     def penalty(self, params: Params, received: Message, state: ClientState) -> torch.Tensor | float:
         """Gives what is added to the loss, differentiable in `params`; here nothing.

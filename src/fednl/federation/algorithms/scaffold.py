@@ -1,0 +1,172 @@
+"""SCAFFOLD: every client corrects its gradient by how it differs from everybody's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from fednl.federation.algorithms.fedavg import FedAvg, Traits
+from fednl.federation.settings import Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from fednl.federation.local import Problem
+    from fednl.federation.message import Message
+    from fednl.federation.params import ClientState, Params
+
+
+class ScaffoldSettings(Section):
+    """The `[scaffold]` section.
+
+    Args:
+        correction: the part of the correction that is applied, from 0 to 1; 1 is SCAFFOLD, 0 is FedAvg.
+    """
+
+    correction: float = Field(default=1.0, ge=0, le=1)
+
+
+class Scaffold(FedAvg):
+    """Steps along g + c - c_k, where c_k is a client's own mean gradient and c the mean of all clients'.
+
+    Clients with different data then agree on where to go, and the average no longer settles between their own
+    optima. A message carries a control variate of the size of each shared rule, both ways, so a round costs
+    twice FedAvg's bytes. A client keeps c_k in its state as `control/NAME`, and the one that it sent last as
+    `pending/NAME` until it hears that the round `sent` counted: after a round without a quorum c_k is the old one.
+
+    As published, c_k becomes c_k - c + (w_sent - w_k) / (steps rate). That is the mean of a round's data
+    gradients under plain SGD, but no gradient at all under AdamW; here that mean is taken itself. A client's
+    weight in c is its examples, as in the mean of the rules. c is over the clients heard so far: one that
+    takes part for the first time is not corrected, and counts in c from then on (as published it would start
+    from c_k = 0). If the server refuses a single reply, its change of c_k is missing from c.
+    Settings: `ScaffoldSettings`.
+
+    Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, option II; the three choices above are ours.
+    """
+
+    Settings: ClassVar[type[BaseModel]] = ScaffoldSettings
+    traits: ClassVar[Traits] = Traits()
+
+    def extra(self, params: Params) -> Params:
+        """Names a control variate for each shared rule, and `held`.
+
+        In a reply, `held` is 1 if c holds an earlier c_k of this client, else 0; from the server it is the
+        rounds whose replies c holds, int64 [rounds].
+
+        Args:
+            params: the shared rules.
+        """
+        import torch
+
+        names = [name for name in self.shared(params) if name in set(self.trainable(params))]
+        control = {f"control/{name}": torch.zeros_like(params[name]) for name in names}
+        return {**control, "held": torch.zeros((), dtype=torch.float64)}
+
+    def broadcast(self, params: Params, server_state: ClientState) -> Params:
+        """Gives c as `control/NAME`, and `held`; nothing before the first round that counts.
+
+        Args:
+            params: the shared rules that go out.
+            server_state: what `server_step` gave.
+        """
+        return {name: tensor for name, tensor in server_state.items() if name != "examples"}
+
+    def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
+        """Starts as FedAvg does; takes up the c_k that was sent last, if its round counted.
+
+        Args:
+            received: the server's message.
+            state: the client's state.
+            problem: the client's data and loss.
+        """
+        params, state = super().start(received, state, problem)
+        kept = {name: tensor for name, tensor in state.items() if not name.startswith(("pending/", "sent"))}
+        if "held" in received.extra and "sent" in state and bool((received.extra["held"] == state["sent"]).any()):
+            sent = {name.removeprefix("pending/"): t for name, t in state.items() if name.startswith("pending/")}
+            kept |= {f"control/{name}": tensor for name, tensor in sent.items()}
+        return params, kept
+
+    def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
+        """Gives the batch's gradient plus c - c_k for the shared rules.
+
+        Args:
+            params: the rules now.
+            batch: one item of `problem.batches`.
+            received: the server's message, with c.
+            state: the client's state, with c_k.
+            problem: the client's data and loss.
+        """
+        grads = super().gradient(params, batch, received, state, problem)
+        return grads | {name: grads[name] + shift for name, shift in self._shifts(received, state).items()}
+
+    def after_step(self, before: Params, after: Params, grads: Params, state: ClientState) -> ClientState:
+        """Adds the step's corrected gradient to the round's sum.
+
+        Args:
+            before: the rules before the step.
+            after: the rules after it.
+            grads: the gradient it took, before clipping.
+            state: the client's state.
+        """
+        sums = {f"sum/{name}": state.get(f"sum/{name}", 0.0) + grads[name] for name in self.shared(grads)}
+        steps = state.get("sum/steps", next(iter(grads.values())).new_zeros(())) + 1
+        return {**state, **sums, "sum/steps": steps}
+
+    def finish(
+        self, params: Params, received: Message, state: ClientState, problem: Problem
+    ) -> tuple[Message, ClientState]:
+        """Makes the new c_k, and sends its change; all of it while c holds none of this client.
+
+        Args:
+            params: the rules after the last local step.
+            received: the server's message.
+            state: the client's state, with the round's sum.
+            problem: the client's data and loss.
+        """
+        message, state = super().finish(params, received, state, problem)
+        extra, shifts = self.extra(message.params), self._shifts(received, state)
+        kept = {name: tensor for name, tensor in state.items() if not name.startswith("sum/")}
+        for name in [key.removeprefix("control/") for key in extra if key != "held"]:
+            mean = state[f"sum/{name}"] / state["sum/steps"] - shifts.get(name, 0.0)
+            old = state.get(f"control/{name}", mean * 0)
+            extra[f"control/{name}"] = mean - old
+            kept[f"pending/{name}"] = _moved(old, mean - old, 1.0)
+        extra["held"] = extra["held"] + float(any(name in state for name in extra))
+        kept["sent"] = extra["held"].new_tensor(received.round).long()
+        return replace(message, extra=extra), kept
+
+    def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
+        """Takes the mean of the rules, and moves c by what the clients' c_k moved.
+
+        Args:
+            params: the shared rules that were sent out.
+            combined: the combined replies.
+            server_state: `control/NAME`, the `examples` it is the mean over, and `held`; empty at first.
+        """
+        new, _ = super().server_step(params, combined, server_state)
+        if "held" not in combined.extra:
+            return new, server_state
+        known = combined.extra["held"]
+        before = server_state.get("examples", known * 0)
+        examples = before + ((1 - known) * combined.num_examples).round()
+        rounds = [*server_state.get("held", known.new_zeros(0)).tolist(), combined.round]
+        state: ClientState = {"examples": examples, "held": known.new_tensor(rounds).long()}
+        for name, change in combined.extra.items():
+            if name != "held":
+                # n c = n_before c_before + the sum of what came, over the clients heard so far.
+                old = server_state.get(name, change * 0).double() * float(before / examples)
+                state[name] = _moved(old, change, combined.num_examples / float(examples))
+        return new, state
+
+    def _shifts(self, received: Message, state: ClientState) -> Params:
+        """The correction (c - c_k) by rule; empty until both are there, and where no correction is wanted."""
+        part = self.settings.correction
+        known = [name for name in received.extra if name.startswith("control/") and name in state] if part else []
+        return {name.removeprefix("control/"): (received.extra[name] - state[name]) * part for name in known}
+
+
+def _moved(old: torch.Tensor, change: torch.Tensor, scale: float) -> torch.Tensor:
+    """What old becomes; client and server round alike, so that a lone client's c_k is c to the bit."""
+    return (old.double() + change.double() * scale).to(change.dtype)

@@ -1,0 +1,208 @@
+"""Algorithms for a stream of tasks, EWC and FedSSI: what they measure at a task's end, and what it then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation_toys import SIZES, Bench, Bowl, descend
+from pydantic import ValidationError
+
+from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.algorithms.ewc import Ewc, EwcSettings
+from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.algorithms.fedssi import FedSsi, FedSsiSettings
+from fednl.federation.message import Message
+from fednl.federation.params import Params, equal
+
+KINDS = ["ewc", "fedssi"]
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ewc(**fields: Any) -> Ewc:
+    return Ewc(EwcSettings(**fields), "all")
+
+
+def ssi(**fields: Any) -> FedSsi:
+    return FedSsi(FedSsiSettings(**fields), "all")
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The negative log-likelihood of numbers under a Gaussian with the mean w: its Fisher information is 1/sigma^2."""
+
+    numbers: tuple[float, ...]
+    sigma: float = 1.0
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.numbers)
+
+    def loss(self, params: Params, batch: tuple[float, ...]) -> torch.Tensor:
+        drawn = torch.tensor(batch, dtype=torch.float64)
+        return ((params["w"][:, None] - drawn).square() / (2 * self.sigma**2)).mean(1).sum()
+
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[tuple[float, ...]]:
+        size = size or len(self.numbers)
+        for step in range(steps):
+            first = step * size % len(self.numbers)
+            yield self.numbers[first : first + size]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 2.0])
+def test_ewcs_importance_is_a_gaussians_fisher_information(sigma: float) -> None:
+    # One example above and one below the mean: gradients of both signs, each squared by itself.
+    problem = Gaussian((3.0 + sigma, 3.0 - sigma), sigma)
+    params = {"w": numbers(3.0)}
+    state = ewc().boundary("first", params, {}, problem)
+    torch.testing.assert_close(state["importance/w"], numbers(1 / sigma**2), rtol=0, atol=1e-15)
+    assert torch.equal(state["anchor/w"], params["w"])
+    # Away from the optimum the empirical Fisher has the squared mean gradient on top.
+    away = ewc().boundary("first", {"w": numbers(4.0)}, {}, problem)
+    expected = 1 / sigma**2 + (1 / sigma**2) ** 2
+    torch.testing.assert_close(away["importance/w"], numbers(expected), rtol=0, atol=1e-14)
+
+
+def test_ewc_measures_on_no_more_examples_than_asked_and_than_there_are() -> None:
+    problem = Gaussian((1.0, 7.0, -8.0))
+    first = ewc(fisher_examples=1).boundary("t", {"w": numbers(0.0)}, {}, problem)
+    assert float(first["importance/w"]) == 1.0
+    all_of_them = ewc(fisher_examples=64).boundary("t", {"w": numbers(0.0)}, {}, problem)
+    assert float(all_of_them["importance/w"]) == pytest.approx((1 + 49 + 64) / 3, abs=1e-14)
+
+
+def test_ewcs_importance_adds_up_over_tasks_and_the_anchor_moves() -> None:
+    algorithm = ewc(decay=0.25)
+    state = algorithm.boundary("first", {"w": numbers(3.0)}, {}, Gaussian((4.0, 2.0)))
+    state = algorithm.boundary("second", {"w": numbers(-1.0)}, state, Gaussian((1.0, -3.0), 2.0))
+    assert float(state["importance/w"]) == pytest.approx(0.25 * 1 + 1 / 4, abs=1e-15)
+    assert float(state["anchor/w"]) == -1.0
+
+
+@pytest.mark.parametrize("away", [2.0, -2.0])
+def test_a_held_rule_settles_between_the_old_task_and_the_new(away: float) -> None:
+    old, new, curvature = numbers(1.0, 1.0), numbers(1.0 + away, 1.0 + away), 0.75
+    state = {"importance/w": numbers(0.5, 0.0), "anchor/w": old}
+    for algorithm, weight in ((ewc(strength=3.0), 3.0 * 0.5), (ssi(strength=3.0), 2 * 3.0 * 0.5)):
+        reply, after = descend(algorithm, Bowl(new, curvature), Message({"w": old}), state, 0.1, 800)
+        held = (curvature * new[0] + weight * old[0]) / (curvature + weight)
+        expected = torch.stack([held, new[1]])  # what did not matter is free
+        torch.testing.assert_close(reply.params["w"], expected, rtol=0, atol=1e-10)
+        assert equal({n: after[n] for n in state}, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_the_first_tasks_end_and_at_the_anchor_there_is_no_pull(kind: str) -> None:
+    algorithm, params = ALGORITHMS[kind](shared="all"), {"w": numbers(1.0)}
+    assert algorithm.penalty(params, Message(params), {}) == 0
+    state = {"importance/w": numbers(5.0), "anchor/w": params["w"]}
+    grads = algorithm.gradient(params, None, Message(params), state, Bowl(numbers(4.0)))
+    assert float(grads["w"]) == -3.0
+
+
+@pytest.mark.parametrize("away", [3.0, -3.0])
+@pytest.mark.parametrize("locality", [0.1, 0.5, 1.0])
+def test_fedssis_surrogate_and_its_path_in_closed_form(locality: float, away: float) -> None:
+    curvature, lr, steps, xi, start = 2.0, 0.05, 40, 0.1, 1.0
+    q = (1 - locality) / (2 * locality)
+    assert q == pytest.approx({0.1: 4.5, 0.5: 0.5, 1.0: 0.0}[locality], abs=1e-12)
+    algorithm = ssi(locality=locality, surrogate_steps=steps, surrogate_lr=lr, xi=xi)
+    bowl, begun = Bowl(numbers(start + away), curvature), {"start/w": numbers(start)}
+    state = algorithm.boundary("first", {"w": numbers(99.0)}, begun, bowl)
+    # v goes the part 1 - r^n of the way to its fixed point, which lies the part a / (a + q) towards the data.
+    part, r = curvature / (curvature + q), 1 - lr * (curvature + q)
+    moved = part * away * (1 - r**steps)
+    path = 0.0
+    for step in range(steps):
+        before, after = part * away * (1 - r**step), part * away * (1 - r ** (step + 1))
+        path += -curvature * (before - away) * (after - before)
+    expected = path / (moved**2 + xi)
+    torch.testing.assert_close(state["importance/w"], numbers(expected), rtol=1e-12, atol=0)
+    assert expected > 0
+    assert float(state["anchor/w"]) == start
+
+
+def test_a_surrogates_path_sums_to_the_drop_of_the_loss() -> None:
+    bowl, start = Bowl(numbers(2.0, -1.0, 0.5), 1.7), {"w": numbers(0.0, 1.0, 0.5)}
+    algorithm = ssi(locality=1.0, surrogate_steps=5000, surrogate_lr=2e-3)
+    state = algorithm.boundary("t", start, {"start/w": start["w"]}, bowl)
+    # The loss falls to 0 here, and v ends at the centre.
+    path = state["importance/w"] * ((bowl.centre - start["w"]).square() + 0.1)
+    assert float(path.sum()) == pytest.approx(float(bowl.loss(start)), rel=2e-3)
+    assert float(path[2]) == 0.0  # a rule that the task does not move
+
+
+def test_fedssis_importance_is_never_negative_and_adds_up() -> None:
+    # Steps far too large: the loss rises along them, and the path integral is below zero.
+    wild = ssi(locality=1.0, surrogate_steps=3, surrogate_lr=3.0)
+    state = wild.boundary("t", {"w": numbers(0.0)}, {"start/w": numbers(0.0)}, Bowl(numbers(1.0)))
+    assert float(state["importance/w"]) >= 0
+    calm = ssi()
+    first = calm.boundary("a", {"w": numbers(0.0)}, {"start/w": numbers(0.0)}, Bowl(numbers(1.0)))
+    again = calm.boundary("b", {"w": numbers(0.0)}, {**first, "start/w": numbers(0.0)}, Bowl(numbers(1.0)))
+    assert float(again["importance/w"]) == pytest.approx(2 * float(first["importance/w"]), rel=1e-15)
+
+
+def stream(path: Path, algorithm: FedAvg, task_rounds: int) -> Bench:
+    return Bench(path, algorithm=algorithm, task_rounds=task_rounds, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_task_it_is_fedavg_to_the_bit_and_with_two_it_is_not(kind: str, tmp_path: Path) -> None:
+    settings = ALGORITHMS[kind].Settings(strength=1000.0)
+    plain = stream(tmp_path / "plain", FedAvg(shared="memory"), 0)
+    expected = plain.run()
+    for task_rounds, same in ((0, True), (3, True), (1, False)):  # of three rounds
+        toy = stream(tmp_path / str(task_rounds), ALGORITHMS[kind](settings, "memory"), task_rounds)
+        transport = toy.transport()
+        assert equal(toy.run(transport), expected) == same
+        names = {name.split("/")[0] for state in transport.states().values() for name in state}
+        assert ({"importance", "anchor"} <= names) == bool(task_rounds)
+        assert "start" not in names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_of_tasks_resumes_to_the_bit_and_sends_rules_only(kind: str, tmp_path: Path) -> None:
+    whole = stream(tmp_path / "a", ALGORITHMS[kind](shared="memory"), 1)
+    parts = stream(tmp_path / "b", ALGORITHMS[kind](shared="memory"), 1)
+    first = whole.transport()
+    expected = whole.run(first)
+    for after in (1, 2):
+        parts.run(stop_after=after)
+    second = parts.transport()
+    assert equal(parts.run(second), expected)
+    for client in SIZES:
+        assert equal(first.states()[client], second.states()[client])
+    assert all(Message.from_bytes(reply.payload).extra == {} for reply in first.returned)
+
+
+def test_a_client_without_examples_ends_a_task_unmoved(tmp_path: Path) -> None:
+    toy = replace(stream(tmp_path / "r", ewc(), 1), sizes={"ada": 4, "bob": 0})
+    transport = toy.transport()
+    toy.run(transport)
+    assert {row["status"] for r in toy.rows() for row in r["clients"]} == {"ok", "empty"}
+    assert transport.states()["bob"] == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("ewc", {"strength": -1.0}),
+        ("ewc", {"decay": 1.5}),
+        ("ewc", {"fisher-examples": 0}),
+        ("fedssi", {"locality": 0.0}),
+        ("fedssi", {"locality": 1.1}),
+        ("fedssi", {"xi": 0.0}),
+        ("fedssi", {"surrogate-lr": 0.0}),
+    ],
+)
+def test_refuses(kind: str, fields: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        ALGORITHMS[kind].Settings.model_validate(fields)
