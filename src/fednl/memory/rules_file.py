@@ -157,6 +157,8 @@ def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, 
     if here.layer_numbers(layers) == saved.layer_numbers(layers):  # "all" and "0-29" may be the same
         saved = saved.model_copy(update={"layers": here.layers})
     unread = {"address_layer", "address_rank"} if here.keys == "token" else {"feature"}
+    if not here.update_rule.several:
+        unread.add("writes_per_token")
     for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:
