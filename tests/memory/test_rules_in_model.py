@@ -165,7 +165,7 @@ def test_every_rule_is_listed_by_group_and_the_delta_rule_as_before(keys: str) -
     assert own("gated-delta") == own("decay-separate") == delta | decay
     assert own("delta-product") == delta | further
     assert own("gated-delta-product") == delta | further | decay
-    assert own("titans") == delta | decay | {"write.momentum.weight", "write.momentum.bias"}
+    assert own("titans") == delta | decay | {"write.momentum"}
 
 
 @pytest.mark.parametrize("write_range", [1, 2])
@@ -182,10 +182,11 @@ def test_strengths_start_where_the_settings_say_and_stay_in_their_range(write_ra
     assert (float(wide.min()), float(wide.max())) == (0.0, write_range)
 
 
-def test_a_momentum_starts_at_a_tenth() -> None:
+def test_a_momentum_starts_at_a_tenth_and_weakens_the_writes() -> None:
     strengths = Write(4, 2, MemoryConfig(rule="titans")).strengths(torch.randn(1, 3, 4), None)
     assert strengths.log_momentum is not None and strengths.real is not None
     torch.testing.assert_close(strengths.log_momentum.exp(), torch.full((1, 3, 2), 0.1))
+    torch.testing.assert_close(strengths.beta, torch.full((1, 3, 2), 0.05 * 0.9**2))
     assert bool((strengths.real == 1).all())
 
 

@@ -334,14 +334,47 @@ def test_oracle_7_beyond_its_range_decay_separate_amplifies() -> None:
     assert decay_separate_rule(**x)[1].norm() > 100 * x["state"].norm()
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.999])
-def test_oracle_7_titans_stays_bounded_with_a_strong_momentum(strength: float) -> None:
-    x = make("titans", 600)
-    x["k"], x["v"] = x["k"][:, :1].repeat(1, 600, 1, 1), torch.zeros_like(x["v"])
-    x["beta"] = torch.full_like(x["beta"], strength)
-    x["log_decay"], x["log_momentum"] = (torch.full_like(x["beta"], -0.01) for _ in range(2))
-    x["momentum"] = torch.zeros_like(x["momentum"])
-    assert titans_rule(**x)[1].norm() <= x["state"].norm()
+def swing(eta: float, share: float, kind: str, decay: float = 0.0) -> tuple[float, float]:
+    """Titans without values on unit keys, beta = share * (1 - eta)^2: growth of the state's norm, largest and last."""
+    rng, tokens = torch.Generator().manual_seed(0), 1500
+    keys = normalize(torch.randn(1, tokens, 1, 4, generator=rng, dtype=torch.float64), dim=-1)
+    if kind == "two in turn":
+        keys = keys[:, torch.arange(tokens) // 4 % 2]
+    numbers = torch.full((1, tokens, 1), share * (1 - eta) ** 2, dtype=torch.float64)
+    start = torch.eye(4, dtype=torch.float64)[None, None]
+    noise = torch.rand(numbers.shape, generator=rng, dtype=torch.float64)
+    logs = {"log_decay": -decay * noise, "log_momentum": torch.full_like(numbers, eta).log()}
+    norms = [start.norm()]
+    state, momentum = start, None
+    for piece in range(0, tokens, 50):
+        span = slice(piece, piece + 50)
+        inputs = {"q": keys, "k": keys, "v": torch.zeros_like(keys), "beta": numbers, **logs}
+        _, state, momentum = titans_rule(**cut(inputs, span), state=state, momentum=momentum)
+        norms.append(state.norm())
+    return float(max(norms) / norms[0]), float(norms[-1] / norms[0])
+
+
+@pytest.mark.parametrize("kind", ["random", "two in turn"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("eta", [0.1, 0.5, 0.9, 0.99])
+def test_oracle_7_titans_never_swings_up_at_the_strengths_a_layer_gives(eta: float, decay: float, kind: str) -> None:
+    most, last = swing(eta, 1.0, kind, decay)
+    assert most <= 1.0 and last < 1.0
+
+
+def test_oracle_7_titans_swings_up_at_full_strength() -> None:
+    """Why a layer scales its strengths: the published rule, momentum 0.7, strength 1, unit keys."""
+    assert swing(0.7, 1 / 0.3**2, "random")[1] > 1e6
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.3, 0.9])
+def test_oracle_7_the_bound_of_titans_holds_for_every_key(eta: float) -> None:
+    """In the documented norm no step of any strength up to the bound grows, along its key or across it."""
+    c = eta / (1 - eta)
+    form = torch.tensor([[1.0, c], [c, c * c + c / (1 - eta)]], dtype=torch.float64)
+    for beta in torch.linspace(0, 2 * (1 - eta) ** 2 / (1 + eta), 21, dtype=torch.float64):
+        step = torch.tensor([[1 - beta, eta], [-beta, eta]], dtype=torch.float64)
+        assert torch.linalg.eigvalsh(step.T @ form @ step - form).max() <= 1e-12
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])

@@ -194,8 +194,11 @@ def titans_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes and reads a memory that descends with momentum and a forget gate: Titans' memory, linear, exact.
 
-    A token takes the gradient at the state just before it; nothing is taken at a chunk's start instead. With fixed
-    factors the state stays bounded while beta * |k|^2 is below (1 + a) (1 + eta), as it is with beta in [0, 1].
+    A token takes the gradient at the state just before it; nothing is taken at a chunk's start instead. Keys that
+    change can set the momentum swinging: with eta 0.7 and beta 1 on random unit keys the state grows without bound.
+    With one eta for all tokens and no decay it stays bounded, whatever the keys, while
+    beta * |k|^2 <= 2 (1 - eta)^2 / (1 + eta): then |S + c P|^2 + c |P|^2 / (1 - eta) never grows without values, where
+    c = eta / (1 - eta).
 
     Args:
         q, k, v, state, chunk_tokens: as in `delta_rule`.
@@ -214,7 +217,7 @@ def titans_rule(
         ValueError: Shapes, dtypes or devices do not fit together, beta is negative, a logarithm is positive, or
             chunk_tokens is below 1.
 
-    Source: Titans (arXiv 2501.00663) equations 9, 10, 13 and 14; the chunked form is ours.
+    Source: Titans (arXiv 2501.00663) equations 9, 10, 13 and 14; the chunked form and the bound are ours.
     """
     if _by_token(k, chunk_tokens):
         return titans_reference(

@@ -21,7 +21,7 @@ class UpdateRule:
         momentum: it takes `log_momentum`, `keep` and `momentum`, and gives the momentum back.
         several: `k`, `v` and `beta` have a dimension for the writes of a token after `tokens`.
         widest: the largest `write-range` under which, with keys of at most length 1, no write amplifies the state; for
-            the Hebbian rule, which never takes anything away, the largest there is.
+            the Hebbian rule, whose writes take nothing away, the largest there is.
     """
 
     fast: str

@@ -47,17 +47,19 @@ class Strengths(NamedTuple):
 class Write(Affine):
     """The group `write`: a write strength `range sigmoid(W x + b)` per KV head and write, and the rule's own factors.
 
-    A rule that decays has `decay`, and one with momentum `momentum`, both per KV head: factors `sigmoid(W x + b)`.
-    At the start W = 0; every write has strength `config.write_start`, the decay's factor is 0.999 (half is left after
-    700 tokens) and the momentum's 0.1, so that each rule begins near the delta rule.
+    A rule that decays has `decay`, a factor `sigmoid(W x + b)` per KV head and token. One with momentum has `momentum`,
+    a factor eta per KV head, `sigmoid` of a learned number; its strengths are multiplied by (1 - eta)^2, so that no
+    keys can make the state swing up (see `titans_rule`).
+    At the start W = 0; every write has strength `config.write_start` (with momentum 0.81 of it), the decay's factor is
+    0.999 (half is left after 700 tokens) and eta is 0.1, so that each rule begins near the delta rule.
 
     Args:
         hidden: width of the residual stream.
         kv_heads: key/value heads.
         config: the memory settings.
 
-    Source: sigmoid decays and momenta from the data as in Titans (arXiv 2501.00663) and Gated DeltaNet (arXiv
-    2412.06464); form and starts ours.
+    Source: sigmoid decays from the data as in Titans (arXiv 2501.00663) and Gated DeltaNet (arXiv 2412.06464); one
+    momentum for all tokens, the scaling and all starts are ours.
     """
 
     def __init__(self, hidden: int, kv_heads: int, config: MemoryConfig) -> None:
@@ -65,7 +67,8 @@ class Write(Affine):
         super().__init__(hidden, config.writes * kv_heads, bias=logit(share))
         self.range, self.writes = config.write_range, config.writes
         self.decay = Affine(hidden, kv_heads, bias=logit(DECAY_AT_START)) if rule.decays else None
-        self.momentum = Affine(hidden, kv_heads, bias=logit(MOMENTUM_AT_START)) if rule.momentum else None
+        start = torch.full((kv_heads,), logit(MOMENTUM_AT_START))
+        self.momentum = nn.Parameter(start) if rule.momentum else None
 
     def strengths(self, x: Tensor, keep: Tensor | None) -> Strengths:
         """`x [batch, tokens, hidden]` -> the strengths; where `keep [batch, tokens]` is False they change nothing."""
@@ -75,11 +78,13 @@ class Write(Affine):
             beta = self.range * beta
         if real is not None:
             beta = beta * real
-        decay, momentum = (None if part is None else self._log(part(x), real) for part in (self.decay, self.momentum))
-        told = None
-        if self.momentum is not None:
-            told = torch.ones_like(beta) if real is None else real.expand_as(beta).to(beta.dtype)
-        return Strengths(beta, decay, momentum, told)
+        decay = None if self.decay is None else self._log(self.decay(x), real)
+        if self.momentum is None:
+            return Strengths(beta, decay)
+        momentum = self.momentum.to(x.dtype)
+        beta = beta * torch.sigmoid(-momentum).square()
+        told = torch.ones_like(beta) if real is None else real.expand_as(beta).to(beta.dtype)
+        return Strengths(beta, decay, self._log(momentum.expand_as(beta), real), told)
 
     def _log(self, logits: Tensor, real: Tensor | None) -> Tensor:
         """The factor's logarithm, `[batch, tokens, kv_heads]` logits -> 0 for all writes of a token but the first."""
