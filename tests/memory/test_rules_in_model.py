@@ -215,5 +215,8 @@ def test_settings_refuse_what_a_rule_cannot_do() -> None:
             MemoryConfig(rule=rule, write_range=2)
     with pytest.raises(ValidationError, match=r"rank = 0: .*use rank >= 1, or writes-per-token = 1"):
         MemoryConfig(rule="delta-product", rank=0)
+    with pytest.raises(ValidationError, match=r"chunk-tokens = 256: rule 'titans' decays .*; use at most 128"):
+        MemoryConfig(rule="titans", chunk_tokens=256)
+    assert MemoryConfig(rule="hebbian", chunk_tokens=256, write_range=2).chunk_tokens == 256
     assert MemoryConfig(rule="delta-product", rank=0, writes_per_token=1).writes == 1
     assert MemoryConfig(rule="delta", rank=0, writes_per_token=4).writes == 1

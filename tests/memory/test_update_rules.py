@@ -32,6 +32,7 @@ from fednl.memory.rules_reference import (
     titans_reference,
 )
 from fednl.memory.update_rules import RULES, function
+from memory.work import Work
 
 Inputs = dict[str, Any]
 Results = dict[str, Tensor]
@@ -278,6 +279,17 @@ def test_oracle_17_grouped_heads_equal_repeated_keys_and_values(name: str) -> No
     torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-10)
     for a, b in zip(after, expected, strict=True):
         torch.testing.assert_close(a, b[:, ::GROUP], rtol=1e-10, atol=1e-10)
+
+
+@EVERY
+def test_work_grows_linearly_in_both_passes(name: str) -> None:
+    work = []
+    for tokens in (768, 1536):  # both recompute with three writes a token, and neither with one
+        x = {n: y.requires_grad_() for n, y in make(name, tokens, batch=1).items()}
+        with Work() as count:
+            torch.autograd.grad(sum(y.sum() for y in fast(name)(**x)), list(x.values()), materialize_grads=True)
+        work.append((count.operations, count.numbers))
+    assert work[1][0] <= 2.1 * work[0][0] and work[1][1] <= 2.1 * work[0][1]
 
 
 # 5 to 9: what a write does.

@@ -13,6 +13,8 @@ from fednl.memory.update_rules import RULES, UpdateRule
 
 _LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 
+DECAYING_CHUNK_TOKENS = 128
+
 
 def _kebab(name: str) -> str:
     return name.replace("_", "-")
@@ -36,14 +38,15 @@ class MemoryConfig(BaseModel):
         write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
             holds exactly what attention no longer sees; with full attention it is always now.
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
-        write_start: the write strength that fresh rules begin with, above 0 and below 1.
+        write_start: the write strength that fresh rules begin with, above 0 and below 1 (with momentum 0.81 of it).
         write_range: write strengths lie between 0 and this, 1 or 2. Above 1 a write takes away more than was there, so
             that a state can change its sign; a rule that this would make unstable takes 1 only.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
         gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token.
         window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
         sink_tokens: how many of each row's first real tokens attention always sees.
-        chunk_tokens: tokens per chunk of the chunked form; changes speed, not results.
+        chunk_tokens: tokens per chunk of the chunked form, with a rule that decays at most 128; changes speed, not
+            results.
         start: where the rules begin; `"fresh"`, `"public"` (shipped with the package) or a folder of rules.
 
     Source: design of this library; the paper states neither window, nor gate, nor rank.
@@ -104,6 +107,11 @@ class MemoryConfig(BaseModel):
             raise ValueError(
                 f"rank = 0: without a projection all writes of a token by rule {self.rule!r} would be the same; "
                 "use rank >= 1, or writes-per-token = 1"
+            )
+        if self.update_rule.decays and self.chunk_tokens > DECAYING_CHUNK_TOKENS:
+            raise ValueError(
+                f"chunk-tokens = {self.chunk_tokens}: rule {self.rule!r} decays and needs the cube of a chunk's tokens "
+                f"in numbers; use at most {DECAYING_CHUNK_TOKENS}"
             )
         return self
 
