@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fednl.memory.operator import delta_rule, delta_rule_reference
+from memory.work import Work
 
 Inputs = dict[str, Any]
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -496,21 +496,6 @@ def test_state_size_does_not_depend_on_the_number_of_tokens() -> None:
     assert sizes == {2 * 2 * 6 * 5 * 8}
 
 
-class _Work(TorchDispatchMode):
-    """Counts operations and the numbers in their results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = self.numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.operations += 1
-        if isinstance(result, Tensor) and not func.is_view:
-            self.numbers += result.numel()
-        return result
-
-
 def test_work_and_memory_grow_linearly() -> None:
     """Both passes, on lengths that recompute: doubling the tokens doubles the work; little is kept."""
     work, kept = [], []
@@ -523,7 +508,7 @@ def test_work_and_memory_grow_linearly() -> None:
             saved[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
             return y
 
-        with _Work() as count, torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+        with Work() as count, torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
             out, state = delta_rule(**x)
             torch.autograd.grad(out.sum() + state.sum(), leaves)
         work.append((count.operations, count.numbers))

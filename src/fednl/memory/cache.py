@@ -34,6 +34,7 @@ class LayerTensors:
         state: the memory state, `[batch, kv_heads, head_dim, head_dim]` float32; `None` is the zero state.
         context: the running average of keys, `[batch, kv_heads, head_dim]`, with `memory.keys = "context"`.
         waiting: what is written once it leaves the window, with `memory.write = "leaving"`.
+        momentum: the state's momentum, as `state`, with a rule that has one.
     """
 
     keys: Tensor | None = None
@@ -43,11 +44,12 @@ class LayerTensors:
     state: Tensor | None = None
     context: Tensor | None = None
     waiting: Tensor | None = None
+    momentum: Tensor | None = None
 
     @property
     def written(self) -> Written | None:
         """What the memory holds, or `None` if it is empty."""
-        return None if self.state is None else Written(self.state, self.context, self.waiting)
+        return None if self.state is None else Written(self.state, self.context, self.waiting, self.momentum)
 
     def map(self, function: Any) -> LayerTensors:
         """Applies `function` to every tensor that is there."""
@@ -157,9 +159,9 @@ class MemoryCache(Cache):  # type: ignore[misc]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def state_bytes(self) -> int:
-        """Bytes of the memory states alone."""
-        states = [layer.tensors.state for layer in self.layers if layer.tensors.state is not None]
-        return sum(s.numel() * s.element_size() for s in states)
+        """Bytes of the memory states alone, their momentum included."""
+        held = [t for layer in self.layers for t in (layer.tensors.state, layer.tensors.momentum) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)
 
     def commit(self, counts: Tensor, positions: Tensor, has_padding: bool, new_tokens: int) -> None:
         """Ends a pass: takes over what the layers left pending and moves the positions on."""
@@ -181,7 +183,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def reset_state(self) -> None:
         """Forgets what the memory holds, also what waits to be written; sinks and window stay."""
         for layer in self.layers:
-            held = {name: getattr(layer.tensors, name) for name in ("state", "context", "waiting")}
+            held = {name: getattr(layer.tensors, name) for name in Written._fields}
             layer.set(replace(layer.tensors, **{k: torch.zeros_like(v) for k, v in held.items() if v is not None}))
 
     def clone(self) -> MemoryCache:

@@ -50,9 +50,9 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
     for index, memory in owner.layers.items():
         if memory.projection is None:
             raise BackboneError("memory.rank is 0, so there is no projection to centre; set memory.rank to at least 1.")
-        for name in ("q", "k"):
+        for name in memory.projection.shifted:
             shifts.append(getattr(memory.projection, f"{name}_shift"))
-            sites.append(getattr(attention[index], f"{name}_proj"))
+            sites.append(getattr(attention[index], f"{name[0]}_proj"))
     with torch.no_grad():
         for shift, keys in zip(shifts, _seen(model, input_ids, sites), strict=True):
             shift.copy_(-keys.mean(0))

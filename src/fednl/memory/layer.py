@@ -8,49 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednl.memory.operator import delta_rule
 from fednl.memory.precision import Spared
 from fednl.memory.settings import MemoryConfig
+from fednl.memory.update_rules import function
 from fednl.memory.window import WindowContext
+from fednl.memory.write import Affine, Strengths, Write, logit
 
 GATE_AT_START = 0.1
 NORM_EPSILON = 1e-6
 
 
-class Affine(nn.Module):
-    """`weight x + bias`. Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule."""
-
-    def __init__(self, inputs: int, outputs: int, bias: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, inputs))
-        self.bias = nn.Parameter(torch.full((outputs,), bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x [..., inputs]` -> `[..., outputs]`, in `x`'s dtype."""
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
-
-
 class Projection(nn.Module):
     """What the memory path adds to the backbone's own q, k and v: `x -> (x down) up + shift`, zero at the start.
 
-    The static attention path never sees it (that is what `lora` is for). Only q and k have a shift: a language
+    The static attention path never sees it (that is what `lora` is for). Only queries and keys have a shift: a language
     model's keys share a large common part, which makes every key look like every other; `fednl.memory.centre`
-    sets the shift to take it away.
+    sets the shift to take it away. `shifted` names those that have one.
     """
 
     def __init__(self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator) -> None:
         super().__init__()
+        self.shifted = tuple(name for name in outputs if name[0] != "v")
         for name, size in outputs.items():
             down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
             self.register_parameter(f"{name}_down", nn.Parameter(down))
             self.register_parameter(f"{name}_up", nn.Parameter(torch.zeros(size, rank)))
-            if name != "v":
+            if name in self.shifted:
                 self.register_parameter(f"{name}_shift", nn.Parameter(torch.zeros(size)))
 
     def forward(self, x: Tensor, name: str) -> Tensor:
@@ -67,12 +56,14 @@ class Written(NamedTuple):
         state: `[batch, kv_heads, head_dim, head_dim]`, float32.
         context: the addresses' running average with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
         waiting: key, value and write strength of the tokens still in the window, with `write = "leaving"`,
-            `[batch, slots, kv_heads, 2 * head_dim + 1]`, else `None`.
+            `[batch, slots, writes * kv_heads, 2 * head_dim + 1]`, and the rule's further strengths; else `None`.
+        momentum: the state's momentum, as `state`, with a rule that has one, else `None`.
     """
 
     state: Tensor
     context: Tensor | None
     waiting: Tensor | None = None
+    momentum: Tensor | None = None
 
 
 class MemoryLayer(Spared):
@@ -86,7 +77,7 @@ class MemoryLayer(Spared):
         config: the memory settings.
         generator: draws the low-rank projections.
 
-    Its parameters are the rules, by group: `write` (write strength), `gate`, `projection`.
+    Its parameters are the rules, by group: `write` (write strength, decay, momentum), `gate`, `projection`.
     """
 
     def __init__(
@@ -98,12 +89,16 @@ class MemoryLayer(Spared):
         self.chunk_tokens = config.chunk_tokens
         self.silu = config.feature == "silu"
         self.leaving = config.write == "leaving"
-        self.write = Affine(hidden, kv_heads, bias=math.log(config.write_start / (1 - config.write_start)))
-        start = math.log(GATE_AT_START / (1 - GATE_AT_START)) if self.convex else GATE_AT_START
+        self.rule, self.writes = config.update_rule, config.writes
+        self.write = Write(hidden, kv_heads, config)
+        start = logit(GATE_AT_START) if self.convex else GATE_AT_START
         self.gate = Affine(hidden, heads, bias=start)
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         if config.keys == "context":  # addresses are asked for by addresses
             sizes = {"v": sizes["v"]}
+        self.further = [str(number) for number in range(2, self.writes + 1)]
+        for name in self.further:
+            sizes |= {f"k{name}": kv_heads * head_dim, f"v{name}": kv_heads * head_dim}
         self.projection = Projection(hidden, sizes, config.rank, generator) if config.rank else None
 
     def forward(
@@ -154,25 +149,46 @@ class MemoryLayer(Spared):
         addresses: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None,
     ) -> tuple[Tensor, Written]:
         x = hidden.to(torch.promote_types(self.write.weight.dtype, torch.float32))
-        beta = torch.sigmoid(self.write(x))
-        if keep is not None:
-            beta = beta * keep.unsqueeze(-1)
+        strengths = self.write.strengths(x, keep)
         if addresses is None:
             queries, keys, context = self._of_token(x, q, "q"), self._of_token(x, k, "k"), None
         else:
             queries, keys, context = addresses(keep, None if past is None else past.context)
         values = self._project(x, v, "v")
+        if self.further:
+            own = k if addresses is None else None
+            keys = torch.cat([keys, *(self._further_keys(x, own, keys, name) for name in self.further)], 2)
+            values = torch.cat([values, *(self._project(x, v, f"v{name}") for name in self.further)], 2)
         waiting = None
         if window is not None and self.leaving:
-            held = torch.cat([keys, values, beta.unsqueeze(-1)], -1)
+            held = torch.cat([keys, values, *(s.unsqueeze(-1) for s in strengths if s is not None)], -1)
             if past is not None and past.waiting is not None:
                 held = torch.cat([past.waiting.to(held.dtype), held], 1)
-            keys, values, last = window.leaving(held).split([self.head_dim, self.head_dim, 1], -1)
-            beta, waiting = last.squeeze(-1), window.retain(held, 1)
-        old = None if past is None else past.state
-        read, state = delta_rule(queries, keys, values, beta, state=old, chunk_tokens=self.chunk_tokens)
+            columns = held.shape[-1] - 2 * self.head_dim
+            keys, values, *parts = window.leaving(held).split([self.head_dim, self.head_dim, *[1] * columns], -1)
+            leaving = iter(part.squeeze(-1) for part in parts)
+            strengths = Strengths._make(None if s is None else next(leaving) for s in strengths)
+            waiting = window.retain(held, 1)
+        read, state, momentum = self._update(queries, keys, values, strengths, past)
         # Addresses are per KV head, and so is what they read; its query heads hear the same, each at its own gate.
-        return read.repeat_interleave(self.heads // read.shape[2], dim=2), Written(state, context, waiting)
+        read = read.repeat_interleave(self.heads // read.shape[2], dim=2)
+        return read, Written(state, context, waiting, momentum)
+
+    def _update(
+        self, queries: Tensor, keys: Tensor, values: Tensor, strengths: Strengths, past: Written | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Runs the update rule: what is read, and state and momentum after it."""
+        given: dict[str, Any] = {"state": None if past is None else past.state, "chunk_tokens": self.chunk_tokens}
+        written = (keys, values, strengths.beta)
+        if self.rule.several:
+            written = tuple(part.unflatten(2, (self.writes, self.kv_heads)) for part in written)
+        if strengths.log_decay is not None:
+            given["log_decay"] = strengths.log_decay[..., : self.kv_heads]
+        if strengths.log_momentum is not None and strengths.real is not None:
+            given |= {"log_momentum": strengths.log_momentum, "keep": strengths.real[..., 0] > 0}
+            given["momentum"] = None if past is None else past.momentum
+        read, state, *momentum = function(self.rule.fast)(queries, *written, **given)
+        return read, state, momentum[0] if momentum else None
 
     def _hear(self, attended: Tensor, hidden: Tensor, read: Tensor, gate_scale: float) -> Tensor:
         """Mixes the read into the attention's output, as much as the gate says."""
@@ -186,6 +202,13 @@ class MemoryLayer(Spared):
         """Queries or keys of length 1 from the backbone's own projection."""
         projected = self._project(x, own, name)
         return unit(F.silu(projected) if self.silu else projected)
+
+    def _further_keys(self, x: Tensor, own: Tensor | None, keys: Tensor, name: str) -> Tensor:
+        """Keys of a token's further write: from its own k, or its address with a change; of length 1 at most."""
+        if own is not None:
+            return self._of_token(x, own, f"k{name}")
+        turned = self._project(x, keys.flatten(2), f"k{name}")
+        return turned * turned.square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
 
     def _project(self, x: Tensor, own: Tensor, name: str) -> Tensor:
         projected = own.to(x.dtype)

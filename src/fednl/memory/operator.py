@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_RECURRENCE_TOKENS = 8  # up to here the recurrence is faster than one padded chunk
+RECURRENCE_TOKENS = 8  # up to here the recurrence is faster than one padded chunk
 _SEGMENT_TOKENS = 256  # chunks are worked on in segments of this size, which fit the processor's cache
 _RECOMPUTE_TOKENS = 2048  # longer sequences keep only each segment's first state for the backward pass
-_FORGET = -1.0e4  # a log decay whose exp() is exactly 0, in float64 too, and whose sums stay finite
+FORGET = -1.0e4  # a log decay whose exp() is exactly 0, in float64 too, and whose sums stay finite
 
 
 def delta_rule_reference(
@@ -51,10 +51,10 @@ def delta_rule_reference(
 
     Source: FedNL (arXiv 2605.16350) equations 3 and 9; with a decay, Gated DeltaNet (arXiv 2412.06464).
     """
-    _check(q, k, v, beta, log_decay, state, doc_ids)
-    dtype = _compute_dtype(q, k, v, beta, log_decay, state)
-    with _autocast_off(q.device):
-        memory = _start(k, v, state, dtype)
+    check_arguments(q, k, v, beta, log_decay, state, doc_ids)
+    dtype = compute_dtype(q, k, v, beta, log_decay, state)
+    with autocast_off(q.device):
+        memory = start_state(k, v, state, dtype)
         queries, keys, values, strengths = (x.to(dtype).unbind(1) for x in (q, k, v, beta))
         factors = None if log_decay is None else log_decay.to(dtype).exp().unbind(1)
         outs = []
@@ -67,7 +67,7 @@ def delta_rule_reference(
             key = keys[t].unsqueeze(-2)
             residual = values[t].unsqueeze(-2) - key @ memory
             memory = memory + key.mT * (strengths[t][..., None, None] * residual)
-            outs.append((_unflatten(queries[t], 1, k.shape[2]) @ memory).flatten(1, 2))
+            outs.append((unflatten(queries[t], 1, k.shape[2]) @ memory).flatten(1, 2))
         if not outs:
             return q.new_empty(*q.shape[:3], v.shape[3]), memory.clone()
         return torch.stack(outs, 1).to(q.dtype), memory
@@ -118,19 +118,19 @@ def delta_rule(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
-    if k.ndim == 4 and k.shape[1] <= _RECURRENCE_TOKENS:
+    if k.ndim == 4 and k.shape[1] <= RECURRENCE_TOKENS:
         return delta_rule_reference(q, k, v, beta, log_decay=log_decay, state=state, doc_ids=doc_ids)
-    _check(q, k, v, beta, log_decay, state, doc_ids)
-    dtype = _compute_dtype(q, k, v, beta, log_decay, state)
-    with _autocast_off(q.device):
+    check_arguments(q, k, v, beta, log_decay, state, doc_ids)
+    dtype = compute_dtype(q, k, v, beta, log_decay, state)
+    with autocast_off(q.device):
         log = _log_factors(beta, log_decay, doc_ids, dtype)
-        inputs = (q, k, v, beta.to(dtype), log, _start(k, v, state, dtype))
+        inputs = (q, k, v, beta.to(dtype), log, start_state(k, v, state, dtype))
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         out, memory = _ChunkedDeltaRule.apply(*inputs, chunk_tokens, keep)  # type: ignore[no-untyped-call]
     return out, memory
 
 
-def _check(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,33 +153,51 @@ def _check(
         ("beta", beta, (batch, tokens, heads)),
         ("log_decay", log_decay, (batch, tokens, heads)),
         ("state", state, (batch, heads, key_dim, value_dim)),
-        ("doc_ids", doc_ids, (batch, tokens)),
     )
     for name, given, shape in expected:
-        if given is None:
-            continue
-        if given.shape != shape:
-            fits = f"k {tuple(k.shape)} and v {tuple(v.shape)} call for {shape}"
-            raise ValueError(f"{name} has shape {tuple(given.shape)}, but {fits}")
-        if given.device != k.device:
-            raise ValueError(f"{name} is on device {given.device}, but k is on {k.device}")
-        if given.is_floating_point() == (name == "doc_ids"):
-            kind = "int64" if name == "doc_ids" else "floating-point"
-            raise ValueError(f"{name} must be {kind}, not {given.dtype}")
+        check_argument(name, given, shape, k, v)
+    check_argument("doc_ids", doc_ids, (batch, tokens), k, v, "int64")
 
 
-def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+def check_argument(
+    name: str, given: Tensor | None, shape: tuple[int, ...], k: Tensor, v: Tensor, kind: str = "floating-point"
+) -> None:
+    """Raises ValueError naming the argument unless it is absent or has the shape and kind that k and v call for.
+
+    Args:
+        name: for the message.
+        given: the argument.
+        shape: what it has to have.
+        k, v: for the message, and the device.
+        kind: `"floating-point"`, `"int64"` or `"bool"`.
+    """
+    if given is None:
+        return
+    if given.shape != shape:
+        fits = f"k {tuple(k.shape)} and v {tuple(v.shape)} call for {shape}"
+        raise ValueError(f"{name} has shape {tuple(given.shape)}, but {fits}")
+    if given.device != k.device:
+        raise ValueError(f"{name} is on device {given.device}, but k is on {k.device}")
+    is_kind = {"floating-point": given.is_floating_point(), "bool": given.dtype == torch.bool}
+    if not is_kind.get(kind, not given.is_floating_point()):
+        raise ValueError(f"{name} must be {kind}, not {given.dtype}")
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """Float64 if any of the tensors is, else float32."""
     wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return torch.float64 if wide else torch.float32
 
 
-def _autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Keeps autocast out of a block, where it is on for the device."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
-def _start(k: Tensor, v: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
+def start_state(k: Tensor, v: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The state to start from in the dtype computed in: the given one, or zeros."""
     if state is not None:
         return state.to(dtype)
     return torch.zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype, device=k.device)
@@ -187,24 +205,25 @@ def _start(k: Tensor, v: Tensor, state: Tensor | None, dtype: torch.dtype) -> Te
 
 def _log_factors(beta: Tensor, log_decay: Tensor | None, doc_ids: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The log decay with a full reset at each document's first token; None if nothing scales the state."""
-    log = None if log_decay is None else log_decay.to(dtype).clamp(min=_FORGET)
+    log = None if log_decay is None else log_decay.to(dtype).clamp(min=FORGET)
     if doc_ids is None:
         return log
     log = torch.zeros_like(beta, dtype=dtype) if log is None else log
     first = torch.zeros_like(doc_ids[:, :1], dtype=torch.bool)
     starts = torch.cat([first, doc_ids[:, 1:] != doc_ids[:, :-1]], 1)
-    return log.masked_fill(starts.unsqueeze(-1), _FORGET)
+    return log.masked_fill(starts.unsqueeze(-1), FORGET)
 
 
-def _unflatten(x: Tensor, dim: int, outer: int) -> Tensor:
+def unflatten(x: Tensor, dim: int, outer: int) -> Tensor:
+    """Splits dimension `dim` into `outer` times the rest."""
     return torch.unflatten(x, dim, (outer, x.shape[dim] // outer))
 
 
-def _rows(x: Tensor, heads: int, chunk: int) -> Tensor:
+def token_rows(x: Tensor, heads: int, chunk: int) -> Tensor:
     """[batch, tokens, heads * G, dim] as [chunks, batch, heads, G, C, dim], zeros after the last token."""
     if pad := -x.shape[1] % chunk:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))
-    return _unflatten(_unflatten(x, 2, heads), 1, x.shape[1] // chunk).permute(1, 0, 3, 4, 2, 5)
+    return unflatten(unflatten(x, 2, heads), 1, x.shape[1] // chunk).permute(1, 0, 3, 4, 2, 5)
 
 
 def _stack(rows: Tensor, dtype: torch.dtype, above: Tensor | None = None) -> Tensor:
@@ -221,13 +240,13 @@ def _write_rows(rows: Tensor, target: Tensor, heads: int, chunk: int) -> None:
     """Copies rows back into `target` [batch, tokens, heads * G, dim], dropping those beyond its tokens."""
     batch, tokens, *rest = target.shape
     full = target if tokens % chunk == 0 else target.new_empty(batch, tokens + -tokens % chunk, *rest)
-    view = _rows(full, heads, chunk)
+    view = token_rows(full, heads, chunk)
     view.copy_(rows.reshape(view.shape))
     if full is not target:
         target.copy_(full[:, :tokens])
 
 
-def _intervals(chunk: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def intervals(chunk: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """0/1 matrices [C, C * C] and [C, C] that sum log decays over tokens (j, i] and [0, i].
 
     Summing each interval, instead of subtracting cumulative sums, cancels no digits: a strong decay or a
@@ -258,16 +277,16 @@ class _Segment(NamedTuple):
 def _solve(start: Tensor, chunk: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log: Tensor | None) -> _Segment:
     """Everything of a segment but its answers; `start` is [batch * kv_heads, key_dim, value_dim]."""
     heads = k.shape[2]
-    kq = _stack(_rows(q, heads, chunk), start.dtype, _rows(k, heads, chunk))
+    kq = _stack(token_rows(q, heads, chunk), start.dtype, token_rows(k, heads, chunk))
     total, k_rows = kq.shape[0], kq[:, :chunk]
     chunks = -(-k.shape[1] // chunk)
-    v_rows = _rows(v, heads, chunk).to(start.dtype).reshape(total, chunk, v.shape[3])
-    strength = _rows(beta.unsqueeze(-1), heads, chunk).reshape(total, chunk, 1)
+    v_rows = token_rows(v, heads, chunk).to(start.dtype).reshape(total, chunk, v.shape[3])
+    strength = token_rows(beta.unsqueeze(-1), heads, chunk).reshape(total, chunk, 1)
     pair = read = carry = None
     if log is not None:
-        between, until = _intervals(chunk, log)
-        logs = _rows(log.unsqueeze(-1), heads, chunk).reshape(total, chunk)
-        pair = _unflatten((logs @ between).exp_(), 1, chunk).tril_()
+        between, until = intervals(chunk, log)
+        logs = token_rows(log.unsqueeze(-1), heads, chunk).reshape(total, chunk)
+        pair = unflatten((logs @ between).exp_(), 1, chunk).tril_()
         read, carry = (logs @ until).exp_().unsqueeze(-1), pair[:, -1].unsqueeze(-1)
 
     gram = _mask_(torch.bmm(kq, k_rows.mT), pair)
@@ -285,8 +304,8 @@ def _run(u: Tensor, w: Tensor, carried: Tensor, read: Tensor | None, start: Tens
     """Turns `u` = T diag(b) V into U in place, chunk after chunk, and returns every state."""
     states = start.new_empty(chunks + 1, *start.shape)
     states[0] = start
-    u_at, w_at, k_at = (_unflatten(x, 0, chunks) for x in (u, w, carried.mT))
-    factor = None if read is None else _unflatten(read[:, -1:], 0, chunks)
+    u_at, w_at, k_at = (unflatten(x, 0, chunks) for x in (u, w, carried.mT))
+    factor = None if read is None else unflatten(read[:, -1:], 0, chunks)
     for n in range(chunks):
         torch.baddbmm(u_at[n], w_at[n], states[n], alpha=-1, out=u_at[n])
         decayed = states[n] if factor is None else states[n] * factor[n]
@@ -296,7 +315,7 @@ def _run(u: Tensor, w: Tensor, carried: Tensor, read: Tensor | None, start: Tens
 
 def _mask_(rows: Tensor, pair: Tensor | None) -> Tensor:
     """Multiplies each [C, C] block of `rows` by L, in place."""
-    blocks = _unflatten(rows, 1, rows.shape[1] // rows.shape[2])
+    blocks = unflatten(rows, 1, rows.shape[1] // rows.shape[2])
     if pair is None:
         blocks.tril_()
     else:
@@ -306,7 +325,7 @@ def _mask_(rows: Tensor, pair: Tensor | None) -> Tensor:
 
 def _by_token(rows: Tensor, factor: Tensor) -> Tensor:
     """`rows` [M, n * C, dim] times a factor per token [M, C, 1]."""
-    return (_unflatten(rows, 1, rows.shape[1] // factor.shape[1]) * factor.unsqueeze(1)).flatten(1, 2)
+    return (unflatten(rows, 1, rows.shape[1] // factor.shape[1]) * factor.unsqueeze(1)).flatten(1, 2)
 
 
 def _answers(seg: _Segment, chunk: int) -> Tensor:
@@ -326,8 +345,8 @@ def _run_back(seg: _Segment, d_out: Tensor, d_last: Tensor, chunk: int) -> tuple
     d_read = d_out if seg.read is None else _by_token(d_out, seg.read)
     torch.bmm(seg.kq[:, chunk:].mT, d_read, out=d_states[:-1].flatten(0, 1))
     carried = seg.kq[:, :chunk] if seg.carry is None else seg.kq[:, :chunk] * seg.carry
-    u_at, w_at, k_at = (_unflatten(x, 0, chunks) for x in (d_u, seg.w.mT, carried))
-    factor = None if seg.read is None else _unflatten(seg.read[:, -1:], 0, chunks)
+    u_at, w_at, k_at = (unflatten(x, 0, chunks) for x in (d_u, seg.w.mT, carried))
+    factor = None if seg.read is None else unflatten(seg.read[:, -1:], 0, chunks)
     for n in reversed(range(chunks)):
         torch.baddbmm(u_at[n], k_at[n], d_states[n + 1], out=u_at[n])
         d_states[n].add_(d_states[n + 1] if factor is None else d_states[n + 1] * factor[n])
@@ -373,11 +392,11 @@ def _gradients(
 def _log_gradient(pairs: Tensor, reads: Tensor, carries: Tensor, kept: Tensor) -> Tensor:
     """Gradient of the log factors, [M, C], from each factor exp(x) times its gradient, which is that of x."""
     chunk = pairs.shape[2]
-    d_pair = _unflatten(pairs, 1, pairs.shape[1] // chunk).sum(1)
+    d_pair = unflatten(pairs, 1, pairs.shape[1] // chunk).sum(1)
     d_pair[:, -1] += carries.sum(-1)
-    d_read = _unflatten(reads.sum(-1), 1, reads.shape[1] // chunk).sum(1)
+    d_read = unflatten(reads.sum(-1), 1, reads.shape[1] // chunk).sum(1)
     d_read[:, -1] += kept
-    between, until = _intervals(chunk, pairs)
+    between, until = intervals(chunk, pairs)
     return torch.addmm(d_read @ until.mT, d_pair.flatten(1), between.mT)
 
 
@@ -415,13 +434,13 @@ class _ChunkedDeltaRule(torch.autograd.Function):
         heads, fields = inputs[1].shape[2], len(_Segment._fields)
         grads = [None if x is None else torch.empty_like(x) for x in inputs]
         d_memory = d_state.flatten(0, 1)
-        with _autocast_off(d_out.device):
+        with autocast_off(d_out.device):
             for i, span in reversed(list(enumerate(_spans(d_out.shape[1], chunk)))):
                 if ctx.recompute:
                     seg = _solve(saved[i], chunk, *_cut(inputs, span))
                 else:
                     seg = _Segment(*saved[i * fields : (i + 1) * fields])
-                stacked = _stack(_rows(d_out[:, span], heads, chunk), d_state.dtype)
+                stacked = _stack(token_rows(d_out[:, span], heads, chunk), d_state.dtype)
                 *d_rows, d_memory = _gradients(seg, stacked, d_memory, chunk)
                 for grad, d_input in zip(_cut(grads, span), d_rows, strict=True):
                     if grad is not None and d_input is not None:

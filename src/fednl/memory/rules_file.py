@@ -162,6 +162,8 @@ def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, 
     unread = ({"address_layer", "address_rank"} if "token" in kinds else set()) | (
         {"feature"} if "context" in kinds else set()
     )
+    if not here.update_rule.several:
+        unread.add("writes_per_token")
     for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from fednl.errors import SettingsError
+from fednl.memory.update_rules import RULES, UpdateRule
 
 _LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+
+DECAYING_CHUNK_TOKENS = 128
 
 
 def _kebab(name: str) -> str:
@@ -22,7 +26,9 @@ class MemoryConfig(BaseModel):
     Args:
         layers: `"all"`, `"none"`, `"last:n"` (the n layers nearest the output) `"every:n"` (each n-th), or numbers
             and ranges counted from 0, as in `"8,9,14-23"`.
-        rule: how the state is written; `"delta"` is S += beta k (v - S k).
+        rule: how the state is written, a name in `fednl.memory.update_rules.RULES`; `"delta"` is
+            S += beta (v - S k) k^T.
+        writes_per_token: how many writes a token makes, 1 to 8. Only the rules that make several read it.
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
         keys: what a value is stored under: `"context"` is a weighted running average of the tokens before it, asked for
             by the average up to the asking token; `"token"` is the token's own k, asked for by q, as in the paper.
@@ -32,12 +38,15 @@ class MemoryConfig(BaseModel):
         write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
             holds exactly what attention no longer sees; with full attention it is always now.
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
-        write_start: the write strength that fresh rules begin with, above 0 and below 1.
+        write_start: the write strength that fresh rules begin with, above 0 and below 1 (with momentum 0.81 of it).
+        write_range: write strengths lie between 0 and this, 1 or 2. Above 1 a write takes away more than was there, so
+            that a state can change its sign; a rule that this would make unstable takes 1 only.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
         gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token.
         window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
         sink_tokens: how many of each row's first real tokens attention always sees.
-        chunk_tokens: tokens per chunk of the chunked form; changes speed, not results.
+        chunk_tokens: tokens per chunk of the chunked form, with a rule that decays at most 128; changes speed, not
+            results.
         start: where the rules begin; `"fresh"`, `"public"` (shipped with the package) or a folder of rules.
 
     Source: design of this library; the paper states neither window, nor gate, nor rank.
@@ -53,7 +62,8 @@ class MemoryConfig(BaseModel):
     )
 
     layers: str = "last:15"
-    rule: Literal["delta"] = "delta"
+    rule: str = "delta"
+    writes_per_token: int = Field(default=2, ge=1, le=8)
     rank: int = Field(default=8, ge=0)
     keys: Literal["token", "context"] = "context"
     address_layer: int = Field(default=2, ge=0)
@@ -61,6 +71,7 @@ class MemoryConfig(BaseModel):
     write: Literal["now", "leaving"] = "now"
     feature: Literal["silu", "linear"] = "linear"
     write_start: float = Field(default=0.05, gt=0, lt=1)
+    write_range: Literal[1, 2] = 1
     mixing: Literal["additive", "convex"] = "additive"
     gate: Literal["input"] = "input"
     window_tokens: int = Field(default=64, ge=0)
@@ -76,6 +87,43 @@ class MemoryConfig(BaseModel):
         if value[0].isdigit() and any(first > last for first, last in _spans(value)):
             raise ValueError(f'"{value}" has a range that runs backwards; write the lower layer first')
         return value
+
+    @field_validator("rule")
+    @classmethod
+    def _known_rule(cls, value: str) -> str:
+        if value not in RULES:
+            *others, last = (repr(name) for name in RULES)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_rule(self) -> Self:
+        if self.write_range > self.update_rule.widest:
+            raise ValueError(
+                f"write-range = {self.write_range}: writes of rule {self.rule!r} are stable up to "
+                f"{self.update_rule.widest}; use write-range = {self.update_rule.widest}"
+            )
+        if self.writes > 1 and not self.rank:
+            raise ValueError(
+                f"rank = 0: without a projection all writes of a token by rule {self.rule!r} would be the same; "
+                "use rank >= 1, or writes-per-token = 1"
+            )
+        if self.update_rule.decays and self.chunk_tokens > DECAYING_CHUNK_TOKENS:
+            raise ValueError(
+                f"chunk-tokens = {self.chunk_tokens}: rule {self.rule!r} decays and needs the cube of a chunk's tokens "
+                f"in numbers; use at most {DECAYING_CHUNK_TOKENS}"
+            )
+        return self
+
+    @property
+    def update_rule(self) -> UpdateRule:
+        """What `rule` names."""
+        return RULES[self.rule]
+
+    @property
+    def writes(self) -> int:
+        """How many writes a token makes."""
+        return self.writes_per_token if self.update_rule.several else 1
 
     def layer_numbers(self, total: int) -> list[int]:
         """Lists the layers that get a memory, counted from 0, in order.

@@ -1,0 +1,99 @@
+"""How strongly a layer writes: the write strength, and a rule's own decay and momentum, all from the layer's input."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fednl.memory.settings import MemoryConfig
+
+DECAY_AT_START = 0.999
+MOMENTUM_AT_START = 0.1
+
+
+class Affine(nn.Module):
+    """`weight x + bias`. Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule."""
+
+    def __init__(self, inputs: int, outputs: int, bias: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs))
+        self.bias = nn.Parameter(torch.full((outputs,), bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., inputs]` -> `[..., outputs]`, in `x`'s dtype."""
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class Strengths(NamedTuple):
+    """How strongly tokens are written, and what becomes of what was there; `[batch, tokens, writes * kv_heads]` each.
+
+    Attributes:
+        beta: the write strengths.
+        log_decay, log_momentum: logarithms of the factors on state and momentum, 0 for all writes of a token but the
+            first; `None` where the rule has none.
+        real: 1 for a token, 0 for padding; `None` where the rule needs no telling.
+    """
+
+    beta: Tensor
+    log_decay: Tensor | None = None
+    log_momentum: Tensor | None = None
+    real: Tensor | None = None
+
+
+class Write(Affine):
+    """The group `write`: a write strength `range sigmoid(W x + b)` per KV head and write, and the rule's own factors.
+
+    A rule that decays has `decay`, a factor `sigmoid(W x + b)` per KV head and token. One with momentum has `momentum`,
+    a factor eta per KV head, `sigmoid` of a learned number; its strengths are multiplied by (1 - eta)^2, so that no
+    keys can make the state swing up (see `titans_rule`).
+    At the start W = 0; every write has strength `config.write_start` (with momentum 0.81 of it), the decay's factor is
+    0.999 (half is left after 700 tokens) and eta is 0.1, so that each rule begins near the delta rule.
+
+    Args:
+        hidden: width of the residual stream.
+        kv_heads: key/value heads.
+        config: the memory settings.
+
+    Source: sigmoid decays from the data as in Titans (arXiv 2501.00663) and Gated DeltaNet (arXiv 2412.06464); one
+    momentum for all tokens, the scaling and all starts are ours.
+    """
+
+    def __init__(self, hidden: int, kv_heads: int, config: MemoryConfig) -> None:
+        rule, share = config.update_rule, config.write_start / config.write_range
+        super().__init__(hidden, config.writes * kv_heads, bias=logit(share))
+        self.range, self.writes = config.write_range, config.writes
+        self.decay = Affine(hidden, kv_heads, bias=logit(DECAY_AT_START)) if rule.decays else None
+        start = torch.full((kv_heads,), logit(MOMENTUM_AT_START))
+        self.momentum = nn.Parameter(start) if rule.momentum else None
+
+    def strengths(self, x: Tensor, keep: Tensor | None) -> Strengths:
+        """`x [batch, tokens, hidden]` -> the strengths; where `keep [batch, tokens]` is False they change nothing."""
+        real = None if keep is None else keep.unsqueeze(-1)
+        beta = torch.sigmoid(self(x))
+        if self.range != 1:
+            beta = self.range * beta
+        if real is not None:
+            beta = beta * real
+        decay = None if self.decay is None else self._log(self.decay(x), real)
+        if self.momentum is None:
+            return Strengths(beta, decay)
+        momentum = self.momentum.to(x.dtype)
+        beta = beta * torch.sigmoid(-momentum).square()
+        told = torch.ones_like(beta) if real is None else real.expand_as(beta).to(beta.dtype)
+        return Strengths(beta, decay, self._log(momentum.expand_as(beta), real), told)
+
+    def _log(self, logits: Tensor, real: Tensor | None) -> Tensor:
+        """The factor's logarithm, `[batch, tokens, kv_heads]` logits -> 0 for all writes of a token but the first."""
+        log = F.logsigmoid(logits)
+        if real is not None:
+            log = log * real
+        return F.pad(log, (0, (self.writes - 1) * log.shape[-1]))
+
+
+def logit(share: float) -> float:
+    """The number whose sigmoid is `share`, which lies above 0 and below 1."""
+    return math.log(share / (1 - share))
