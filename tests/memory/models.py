@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+import transformers
+from transformers import PreTrainedModel
 
 from fednl.memory import MemoryConfig, attach_memory, rules
 
@@ -23,25 +26,67 @@ SHAPE = {
 KEYS = "token"
 """`memory.keys` of the models here, unless a test says otherwise; `both_keys` runs a test with either."""
 
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+CROSSED = ("llama", "qwen2")
+"""The families that tests run times everything else; `test_families.py` runs the others, once."""
+ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full", 1e4), ("sliding", 50.0))}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 12, "attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 64}),
+    "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 12, "sliding_window": 64, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {f"{kind}_attention": rope for kind, rope in ROPES.items()},
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [0, 1, 0]}),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
+    ),
+}
+"""Family -> the prefix of its classes, and what its config says beside `SHAPE`."""
 
 
-def tiny(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
-    """A random model in evaluation mode; weights wide enough that attention is not uniform."""
+def tiny(family: str = "qwen2", seed: int = 0, **changed: Any) -> PreTrainedModel:
+    """A random model in evaluation mode; weights wide enough that attention is not uniform.
+
+    `changed` goes into the config.
+    """
     torch.manual_seed(seed)
-    config_class, model_class = FAMILIES[family]
-    model = model_class(config_class(**SHAPE))
+    prefix, own = FAMILIES[family]
+    text = "Text" if family.endswith("_text") else ""
+    config = getattr(transformers, f"{prefix}{text}Config")(**{**SHAPE, **own, **changed})
+    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
+            if "q_norm" in name or "k_norm" in name:
+                parameter.add_(0.5 * torch.randn(parameter.shape))
+            elif "norm" not in name:
                 parameter.normal_(0, 0.15 if "embed" not in name else 1.0)
     return model.eval()
 
 
 def with_memory(family: str = "qwen2", seed: int = 0, **settings: object) -> PreTrainedModel:
     """The same with memory whose rules are random, so that every part of them matters."""
+    return remember(tiny(family, seed), seed, **settings)
+
+
+def remember(model: PreTrainedModel, seed: int = 0, **settings: object) -> PreTrainedModel:
+    """Puts random rules on a model."""
     config = MemoryConfig(**{"layers": "all", "window_tokens": 8, "sink_tokens": 2, "keys": KEYS, **settings})  # type: ignore[arg-type]
-    model = attach_memory(tiny(family, seed), config)
+    attach_memory(model, config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in rules(model).values():

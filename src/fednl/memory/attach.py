@@ -23,7 +23,17 @@ from fednl.memory.layer import MemoryLayer
 from fednl.memory.layer_hooks import IMPLEMENTATION, Site
 from fednl.memory.model_pass import begin_call, begin_pass, end_call, end_pass
 from fednl.memory.settings import MemoryConfig
-from fednl.memory.sites import ATTRIBUTE, Attachment, attachment, find_decoder, freeze, is_attached, thaw
+from fednl.memory.sites import (
+    ATTRIBUTE,
+    Attachment,
+    attachment,
+    find_decoder,
+    freeze,
+    is_attached,
+    own_window,
+    rotary_kinds,
+    thaw,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,13 +159,13 @@ def _check_window(decoder: nn.Module, config: MemoryConfig) -> None:
     if not config.window_tokens:
         return
     backbone: Any = decoder
-    rope = getattr(backbone.rotary_emb, "rope_type", "default")
-    if rope in ROPE_THAT_CHANGES:
-        raise BackboneError(
-            f"The backbone's rotary embedding ({rope!r}) changes with the length of the text, so that cached keys "
-            "would not fit later queries; use memory.window-tokens = 0."
-        )
-    own = [getattr(block.self_attn, "sliding_window", None) for block in backbone.layers]
+    for rope in rotary_kinds(backbone).values():
+        if rope in ROPE_THAT_CHANGES:
+            raise BackboneError(
+                f"The backbone's rotary embedding ({rope!r}) changes with the length of the text, so that cached keys "
+                "would not fit later queries; use memory.window-tokens = 0."
+            )
+    own = [own_window(backbone, block.self_attn) for block in backbone.layers]
     narrowest = min((tokens for tokens in own if tokens), default=config.window_tokens)
     if config.window_tokens > narrowest:
         raise BackboneError(

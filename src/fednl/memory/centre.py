@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fednl.errors import BackboneError
 from fednl.memory.attach import closed
 from fednl.memory.layer_hooks import Site
-from fednl.memory.sites import attachment
+from fednl.memory.sites import attachment, by_token, sources
 
 LARGEST_SCALE = 1e3
 
@@ -41,29 +41,32 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
     if addresses is not None and owner.address_layer is not None:
         # What k_proj is given is its layer's input after the norm, which is what addresses are made of.
         site = attention[owner.address_layer].k_proj
-        x = _seen(model, input_ids, [site], given=True)[0]
+        x = _seen(model, input_ids, [site], None)[0]
         with torch.no_grad():
             addresses.centre.copy_(x.mean(0))
             addresses.scale.fill_((x - x.mean(0)).square().mean().rsqrt().clamp(max=LARGEST_SCALE))
         return
     shifts, sites = [], []
+    decoder: Any = owner.decoder
+    family: str = decoder.config.model_type
+    source = sources(family)
     for index, memory in owner.layers.items():
         if memory.projection is None:
             raise BackboneError("memory.rank is 0, so there is no projection to centre; set memory.rank to at least 1.")
         for name in memory.projection.shifted:
             shifts.append(getattr(memory.projection, f"{name}_shift"))
-            sites.append(getattr(attention[index], f"{name[0]}_proj"))
+            sites.append(getattr(attention[index], source[name[0]]))
     with torch.no_grad():
-        for shift, keys in zip(shifts, _seen(model, input_ids, sites), strict=True):
+        for shift, keys in zip(shifts, _seen(model, input_ids, sites, family), strict=True):
             shift.copy_(-keys.mean(0))
 
 
-def _seen(model: nn.Module, input_ids: Tensor, sites: list[nn.Module], given: bool = False) -> list[Tensor]:
-    """What each projection gives, or is given, in one pass over a text with the gates closed: `[tokens, width]`."""
+def _seen(model: nn.Module, input_ids: Tensor, sites: list[nn.Module], family: str | None) -> list[Tensor]:
+    """What each source of a family gives, or without one is given, in a pass with closed gates: `[tokens, width]`."""
     found: dict[nn.Module, Tensor] = {}
 
     def remember(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        rows = (args[0] if given else output).flatten(0, -2)
+        rows = (args[0] if family is None else by_token(output, family)).flatten(0, -2)
         found[module] = rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     handles = [site.register_forward_hook(remember) for site in sites]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fednl.errors import BackboneError
-from fednl.memory.sites import PROJECTIONS, Attachment
+from fednl.memory.sites import Attachment, by_token, rotary_kind, sources
 from fednl.memory.window import PassContext, window_attention
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class Site:
     def __init__(self, attention: nn.Module, index: int, owner: Attachment) -> None:
         self.attention, self.index, self.owner = attention, index, owner
         self.address_layer = owner.address_layer
+        decoder: Any = owner.decoder
+        self.family: str = decoder.config.model_type
+        self.rotary = rotary_kind(decoder, attention)
+        self.names = {name: letter for letter, name in sources(self.family).items()} | {"o_proj": ""}
         self.bound: dict[str, nn.Module] = {}
         self.handles: dict[str, Any] = {}
         self.outer = [
@@ -100,8 +104,8 @@ class Site:
         return frame if frame is not None and frame.site is self else None
 
     def _bind(self) -> None:
-        """Hooks the projections again where another library (PEFT, say) has replaced one."""
-        for name in PROJECTIONS:
+        """Hooks the projections, and norms after them, again where another library (PEFT, say) has replaced one."""
+        for name in self.names:
             projection = getattr(self.attention, name)
             if self.bound.get(name) is not projection:
                 with _BINDING:
@@ -115,13 +119,13 @@ class Site:
         if name == "o_proj":
             self.handles[name] = projection.register_forward_pre_hook(self._mix)
         else:
-            self.handles[name] = projection.register_forward_hook(partial(self._capture, name[0]))
+            self.handles[name] = projection.register_forward_hook(partial(self._capture, self.names[name]))
         self.bound[name] = projection
 
     def _capture(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         frame = self._frame()
         if frame is not None:
-            frame.raw[name] = output
+            frame.raw[name] = by_token(output, self.family)
 
     def _mix(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         memory, frame = self.owner.layers.get(self.index), self._frame()
@@ -170,6 +174,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls under a window."""
@@ -202,8 +207,10 @@ def attend(
         sink_key,
         sink_value,
         window,
+        None if frame.site.rotary is None else window.rotations[frame.site.rotary],
         head_dim**-0.5 if scaling is None else scaling,
         dropout,
+        softcap,
     )
     if layer is not None and layer.pending is not None:
         layer.pending = replace(

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from fednl.errors import BackboneError
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
-from fednl.memory.sites import Attachment
+from fednl.memory.sites import Attachment, rotaries
 from fednl.memory.window import PassContext, window_context
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _put_window(owner: Attachment, context: PassContext, kwargs: dict[str, Any])
         context,
         owner.config.window_tokens,
         owner.config.sink_tokens,
-        decoder.rotary_emb,
+        rotaries(decoder),
         decoder.embed_tokens.weight if embeds is None else embeds,
     )
     if kwargs.get("position_ids") is None:

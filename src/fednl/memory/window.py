@@ -8,9 +8,10 @@ token. Source: sinks as in StreamingLLM, re-basing ours (docs/decisions).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,13 @@ class Block:
     hidden: Tensor
 
 
+class Rotation(NamedTuple):
+    """How one rotary embedding turns: (cos, sin) of the re-based queries and of the sinks."""
+
+    query: tuple[Tensor, Tensor]
+    sink: tuple[Tensor, Tensor]
+
+
 @dataclass
 class WindowContext:
     """Positions, masks and rotations of one pass under a window. `slots` = cached tokens, then new ones.
@@ -74,7 +82,7 @@ class WindowContext:
         positions: `[batch, slots]` int64, index of each slot's token in its row; -1 for padding.
         blocks: the queries, in order.
         sink_source: `[batch, sinks]` int64: which new token becomes this sink; -1 if it is cached or not there.
-        query_rotation, sink_rotation: (cos, sin) of the re-based queries and of the sinks.
+        rotations: the backbone's rotary embeddings, by kind of layer.
         retained: which slots stay: a count of last slots, or `[batch, window]` indices.
     """
 
@@ -84,8 +92,7 @@ class WindowContext:
     positions: Tensor
     blocks: list[Block]
     sink_source: Tensor | None
-    query_rotation: tuple[Tensor, Tensor]
-    sink_rotation: tuple[Tensor, Tensor]
+    rotations: dict[str, Rotation]
     retained: int | Tensor
 
     def retain(self, slots: Tensor, dim: int = 2) -> Tensor:
@@ -136,14 +143,20 @@ class WindowContext:
         return torch.where((self.sink_source >= 0)[:, None, :, None], fresh, old)
 
 
-def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like: Tensor) -> WindowContext:
+def window_context(
+    ctx: PassContext,
+    window: int,
+    sinks: int,
+    rotaries: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]],
+    like: Tensor,
+) -> WindowContext:
     """Prepares masks and rotations for one pass.
 
     Args:
         ctx: the pass.
         window: `window_tokens`, at least 1.
         sinks: `sink_tokens`, at least 0.
-        rotary: the backbone's rotary embedding module.
+        rotaries: the backbone's rotary embeddings, by kind of layer.
         like: any tensor of the backbone's dtype and device.
     """
     index, cache = ctx.index, ctx.cache
@@ -167,8 +180,7 @@ def window_context(ctx: PassContext, window: int, sinks: int, rotary: Any, like:
         positions=positions,
         blocks=_blocks(index, positions, slot, window, not padded or _contiguous(positions)),
         sink_source=source,
-        query_rotation=rotary(like, rebased),
-        sink_rotation=rotary(like, slot.unsqueeze(0)),
+        rotations={k: Rotation(turn(like, rebased), turn(like, slot.unsqueeze(0))) for k, turn in rotaries.items()},
         retained=retained,
     )
 
@@ -181,8 +193,10 @@ def window_attention(
     sink_key: Tensor,
     sink_value: Tensor,
     window: WindowContext,
+    rotation: Rotation | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Softmax attention over sinks and window; query heads share the KV head of their group.
 
@@ -193,8 +207,10 @@ def window_attention(
         sink_key: sinks before rotary embedding, `[batch, kv_heads, sinks, head_dim]`.
         sink_value: their values.
         window: the pass's positions and masks.
+        rotation: the layer's rotary embedding, or `None` in a layer without.
         scaling: factor on the scores.
         dropout: share of the weights that is dropped, the backbone's own while it trains.
+        softcap: scores are bent by tanh so that none exceeds it; `None` for not at all.
 
     Returns:
         `[batch, tokens, heads, head_dim]`, in `query`'s dtype; the softmax is computed in float32.
@@ -202,8 +218,9 @@ def window_attention(
     batch, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    rebased = rotate(query_raw, window.query_rotation)
-    sink_key = rotate(sink_key, window.sink_rotation)
+    rebased = query_raw
+    if rotation is not None:
+        rebased, sink_key = rotate(query_raw, rotation.query), rotate(sink_key, rotation.sink)
     outputs = []
     for block in window.blocks:
         size = block.hidden.shape[3]
@@ -220,6 +237,8 @@ def window_attention(
         )
         scores = scores.view(batch, kv_heads, group, size, -1)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scaling
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
         scores = scores.masked_fill(block.hidden, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, group * size, -1)
         if dropout:
