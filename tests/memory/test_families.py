@@ -190,6 +190,20 @@ def test_lora_goes_beside_memory_and_gradients_reach_both(family: str) -> None:
 
 
 @families
+def test_checkpointing_recomputes_what_was_computed(family: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model, ids = with_memory(family), tokens(2, 16)
+        model.train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: rule.grad for name, rule in rules(model).items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@families
 def test_centring_takes_the_mean_out_of_what_the_memory_sees(family: str) -> None:
     model, ids = attach_memory(tiny(family), MemoryConfig(layers="1", keys="token", feature="linear")), tokens(2, 16)
     centre(model, ids)

@@ -118,8 +118,10 @@ class MemoryLayer(Spared):
 
         Args:
             attended: the frozen attention's output before `o_proj`, `[batch, tokens, heads * head_dim]`.
-            hidden: the layer's input after its norm, `[batch, tokens, hidden]`.
-            q, k, v: the backbone's own projections of it before rotary embedding, `[batch, tokens, ...]`.
+            hidden: what the attention is given: the layer's input after its norm, if it has one there,
+                `[batch, tokens, hidden]`.
+            q, k, v: the backbone's own projections of it, after its own norm of q and k if it has one and before
+                rotary embedding, `[batch, tokens, ...]`.
             keep: `[batch, tokens]` bool, False for padding, which writes nothing; `None` if all is real.
             past: what earlier passes wrote, or `None` for an empty memory.
             window: the pass's window, or `None` under full attention.

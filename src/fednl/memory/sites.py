@@ -1,4 +1,7 @@
-"""Where memory goes in a Hugging Face model: the decoder, its attention layers, their projections."""
+"""Where memory goes in a Hugging Face model: the decoder, its attention layers, their projections.
+
+What differs between families of models stands here (docs/decisions/0020).
+"""
 
 from __future__ import annotations
 
