@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fednl.client import Bench, ClientProblem
-from fednl.errors import BackboneError, CheckpointError
+from fednl.errors import BackboneError, CheckpointError, MessageError, NonFiniteError
+from fednl.federation.message import Message
+from fednl.federation.validate import check_update
 from fednl.training import partition_rows, train
 from small_run import byte_tokenizer, settings, tiny_backbone
 
@@ -81,3 +85,21 @@ def test_what_is_said_while_loading_reaches_the_display(backbone: Path, monkeypa
     told: list[Any] = []
     partition_rows(settings(backbone), told.append)
     assert {"event": "note", "text": "downloading 93 MB"} in told
+
+
+def test_training_that_comes_to_nan_is_refused_as_such_and_does_not_crash(backbone: Path) -> None:
+    """The memory refuses NaN by an error; a client's round still ends in a reply, whose NaN the server counts."""
+    bench = Bench(settings(backbone))
+    start = bench.start("memory")
+    received = Message(start, round=1, run="r", client="passkey")
+    wrong = {name: torch.full_like(t, torch.nan) if name.endswith("write.bias") else t for name, t in start.items()}
+    reply, state = bench.endpoint("federated")("passkey", replace(received, params=wrong), {}, lambda facts: None)
+    assert state == {} and not all(bool(t.isfinite().all()) for t in reply.params.values())
+    with pytest.raises(MessageError) as refused:
+        check_update(reply, start, 1, "passkey", run="r")
+    assert refused.value.code == "non-finite"
+    assert math.isnan(bench.validate("federated", "name-date", wrong)[0])
+    with pytest.raises(NonFiniteError, match=r'^arm "federated" was not scored: Memory layer \d+: its rules hold'):
+        bench.score("federated", "name-date", wrong, lambda facts: None)
+    healthy, _ = bench.endpoint("federated")("passkey", received, {}, lambda facts: None)
+    assert all(bool(t.isfinite().all()) for t in healthy.params.values())

@@ -6,6 +6,7 @@ window, memory, LoRA). Its operations take and give tensors and numbers only; te
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from fednl.config import Config
 from fednl.data import NeedleExample, Splits, collate, iterate_batches, load_filler, partition_rows, task
 from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
-from fednl.errors import BackboneError, CheckpointError, FednlError
+from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
@@ -102,10 +103,14 @@ class ClientProblem:
         return loss
 
     def run(self, params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Gives the loss at `params`, and its gradient for each of them in their order."""
+        """Gives the loss at `params`, and its gradient for each of them in their order; NaN where there is none."""
         live = self._bench.put(params)
         with torch.enable_grad():
-            loss = answer_nats(self._bench.model, batch)
+            try:
+                loss = answer_nats(self._bench.model, batch)
+            except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
+                none = torch.full((), math.nan, device=self._bench.model.device)
+                return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
             gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
         return loss.detach(), list(gradients)
 
@@ -213,19 +218,22 @@ class Bench:
         if view.rules:
             self.put(params)
         examples = self.data[client].test
-        return score_candidates(
-            self.model,
-            examples,
-            arm=arm,
-            make_cache=self._new_cache,
-            ids="removed_ids" if view.removed else "prompt_ids",
-            zero_state_at_question=view.zeroed,
-            batch=self.config.evaluation.batch,
-            on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
-        )
+        try:
+            return score_candidates(
+                self.model,
+                examples,
+                arm=arm,
+                make_cache=self._new_cache,
+                ids="removed_ids" if view.removed else "prompt_ids",
+                zero_state_at_question=view.zeroed,
+                batch=self.config.evaluation.batch,
+                on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
-        """A client's validation loss: nats per answer token, and the number of those tokens."""
+        """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
         examples = self.data[client].validation
         self.mount(TRAINED[arm].setup)
         self.put(params)
@@ -234,7 +242,11 @@ class Bench:
             for first in range(0, len(examples), size):
                 batch = self.collated(examples[first : first + size])
                 count = int((batch["labels"] != IGNORED).sum())
-                nats, tokens = nats + float(answer_nats(self.model, batch)) * count, tokens + count
+                try:
+                    nats += float(answer_nats(self.model, batch)) * count
+                except NonFiniteError:
+                    nats = math.nan
+                tokens += count
         return nats / max(1, tokens), tokens
 
     def _live(self) -> dict[str, Tensor]:

@@ -27,6 +27,10 @@ class BackboneError(FednlError):
     """The model cannot be loaded, recognised or adapted."""
 
 
+class NonFiniteError(BackboneError):
+    """A model with memory came to NaN or infinity; its conversation is as it was before the pass."""
+
+
 class CheckpointError(FednlError):
     """A checkpoint or a saved set of rules is missing, torn, or belongs to something else."""
 

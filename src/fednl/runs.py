@@ -250,19 +250,26 @@ def fresh_path(root: Path, name: str | None = None) -> Path:
     return path
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes, *, mode: int | None = None) -> None:
     """Puts `content` at `path` whole or not at all: a file beside it, flushed to disk, then renamed.
 
     Args:
         path: where; its folder must exist.
         content: the whole file.
+        mode: the file's permissions from its first byte on, for example 0o600; None for the system's usual ones.
 
     Raises:
         OSError: the disk refused; whatever was at `path` is still there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else mode)
+
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=opened) as file:
+            if mode is not None:  # also for what a killed process left under this name
+                os.chmod(temporary, mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fednl.errors import BackboneError
+from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory import MemoryCache, closed, rules
 from fednl.memory.layer_hooks import _CALLS
 from memory.models import tokens, with_memory
@@ -155,7 +155,8 @@ def test_a_closed_gate_hears_nothing_of_a_ruined_memory() -> None:
                 if name.endswith("v_up"):
                     rule.fill_(float("inf"))
         assert torch.equal(model(ids, use_cache=True).logits, expected)
-    assert model(ids).logits.isnan().any()
+    with pytest.raises(NonFiniteError, match=r"^Memory layer 0: its rules hold NaN or infinity"):
+        model(ids)
 
 
 def test_what_a_pass_cannot_do_is_refused_in_one_sentence() -> None:

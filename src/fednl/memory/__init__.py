@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fednl.memory.rules_file import load_rules as load_rules
     from fednl.memory.rules_file import save_rules as save_rules
     from fednl.memory.settings import MemoryConfig as MemoryConfig
+    from fednl.memory.state_file import load_state as load_state
+    from fednl.memory.state_file import save_state as save_state
 
 _FILE_OF = {
     "MemoryCache": "cache",
@@ -26,8 +28,10 @@ _FILE_OF = {
     "delta_rule_reference": "operator",
     "detach_memory": "attach",
     "load_rules": "rules_file",
+    "load_state": "state_file",
     "rules": "attach",
     "save_rules": "rules_file",
+    "save_state": "state_file",
 }
 
 

@@ -82,7 +82,7 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
             owner.handles.append(Site(block.self_attn, index, owner))
     names = tuple(inspect.signature(decoder.forward).parameters)
     owner.handles.append(decoder.register_forward_pre_hook(partial(begin_pass, owner, names), with_kwargs=True))
-    owner.handles.append(decoder.register_forward_hook(end_pass, with_kwargs=True, always_call=True))
+    owner.handles.append(decoder.register_forward_hook(partial(end_pass, owner), with_kwargs=True, always_call=True))
     if model is not decoder:
         owner.handles.append(model.register_forward_pre_hook(begin_call, with_kwargs=True))
         owner.handles.append(model.register_forward_hook(end_call, with_kwargs=True, always_call=True))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fednl.errors import BackboneError
+from fednl.memory.finite import note
 from fednl.memory.sites import Attachment, by_token, rotary_kind, sources
 from fednl.memory.window import PassContext, window_attention
 
@@ -88,11 +89,26 @@ class Site:
         self._bind()
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         hidden = args[0] if args else kwargs["hidden_states"]
+        self._check_devices(hidden, cache)
         if self.index == self.address_layer:
             context.source = hidden.detach()
         frame = Frame(self, context, hidden, cache)
         _CALLS.frames.append(weakref.ref(frame))
         return args, {**kwargs, FRAME: frame}
+
+    def _check_devices(self, hidden: Tensor, cache: MemoryCache | None) -> None:
+        """Raises `BackboneError` unless the layer's memory and its part of the cache are where its input is."""
+        memory, held = self.owner.layers.get(self.index), None if cache is None else cache.layers[self.index].tensors
+        for what, tensor in (
+            ("rules are", None if memory is None else memory.gate.weight),
+            ("cached keys are", None if held is None else held.keys),
+            ("memory state is", None if held is None else held.state),
+        ):
+            if tensor is not None and tensor.device != hidden.device:
+                raise BackboneError(
+                    f"Layer {self.index}: its {what} on device {tensor.device} but its input on {hidden.device}; move "
+                    "model and conversation to one device."
+                )
 
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         frame = kwargs.get(FRAME)
@@ -147,6 +163,8 @@ class Site:
             gate_scale,
             None if self.owner.addresses is None else partial(self._addresses, frame),
         )
+        if gate_scale != 0:
+            note(frame.context, self.index, frame.hidden, mixed)
         if layer is not None and layer.pending is not None:
             layer.pending = replace(layer.pending, **written._asdict())
         return (mixed, *args[1:])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fednl.errors import BackboneError
+from fednl.errors import BackboneError, NonFiniteError
+from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
 from fednl.memory.sites import Attachment, rotaries
 from fednl.memory.window import PassContext, window_context
@@ -62,6 +63,10 @@ def begin_pass(
     before = torch.zeros(batch, dtype=torch.int64, device=device)
     if cache is not None and cache.counts is not None:
         before = cache.counts
+        if before.device != device:
+            raise BackboneError(
+                f"The cache is on device {before.device} but the input on {device}; start the conversation anew there."
+            )
         if before.shape[0] != batch:
             raise BackboneError(f"The cache holds {before.shape[0]} rows but the input has {batch}.")
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
@@ -76,14 +81,29 @@ def begin_pass(
     return (), kwargs
 
 
-def end_pass(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The decoder's last hook: commits the cache, or drops what a failed pass left."""
+def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """The decoder's last hook: commits the cache, or drops what a failed pass left.
+
+    Raises:
+        NonFiniteError: a memory was given or gave NaN or infinity.
+    """
     context: PassContext | None = kwargs.get(CONTEXT)
-    if context is None or context.cache is None:
+    if context is None:
         return
-    context.cache.in_pass = False
+    cache = context.cache
+    if cache is not None:
+        cache.in_pass = False
+    try:
+        if output is not None:
+            check(owner, context)
+    except NonFiniteError:
+        if cache is not None:
+            cache.drop_pending()
+        raise
+    if cache is None:
+        return
     if output is None:
-        context.cache.drop_pending()
+        cache.drop_pending()
     elif context.call is None:
         _commit(context)
     else:
@@ -180,6 +200,11 @@ def _padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device
         raise BackboneError(
             f"attention_mask has shape {list(mask.shape)}; memory needs [batch, tokens] = [{batch}, {tokens}], "
             f"or [{batch}, {past + tokens}] with the {past} tokens already given."
+        )
+    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+        raise BackboneError(
+            "attention_mask holds numbers other than 0 (padding) and 1 (real); memory needs which tokens are real, not "
+            "what is added to scores."
         )
     keep: Tensor = mask[:, -tokens:].to(device).bool()
     return None if bool(keep.all()) else keep

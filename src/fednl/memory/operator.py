@@ -88,15 +88,15 @@ def delta_rule(
 
     Query head h reads the state of KV head h // (query_heads / kv_heads). Nothing is scaled or normalised:
     the caller does that. No write amplifies the state while beta * |k|^2 is in [0, 2], as it is with unit
-    keys and beta in [0, 1]. No argument is modified. Computes in float32, or in float64 if any floating-point
-    argument is float64, also under autocast.
+    keys and beta in [0, 1]. NaN comes out as NaN, never as a number. No argument is modified. Computes in
+    float32, or in float64 if any floating-point argument is float64, also under autocast.
 
     Args:
         q: Queries, [batch, tokens, query_heads, key_dim].
         k: Keys, [batch, tokens, kv_heads, key_dim]; kv_heads divides query_heads.
         v: Values, [batch, tokens, kv_heads, value_dim].
-        beta: Write strength, [batch, tokens, kv_heads]. 0 writes nothing; 1 with a unit key replaces what the
-            key recalled. A pad is beta 0 and log_decay 0: it leaves the state as it is.
+        beta: Write strength, [batch, tokens, kv_heads], at least 0. 0 writes nothing; 1 with a unit key replaces
+            what the key recalled. A pad is beta 0 and log_decay 0: it leaves the state as it is.
         log_decay: Natural logarithm of the factor on the state, applied before the token's residual is taken,
             [batch, tokens, kv_heads], at most 0; minus infinity forgets all. None means no decay.
         state: The state to start from, [batch, kv_heads, key_dim, value_dim]. None means zeros.
@@ -111,7 +111,8 @@ def delta_rule(
         floating-point argument (of first order).
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, or chunk_tokens is below 1.
+        ValueError: Shapes, dtypes or devices do not fit together, beta is negative, log_decay is positive, or
+            chunk_tokens is below 1.
 
     Source: FedNL (arXiv 2605.16350) equations 3, 9 and 14; chunked form: DeltaNet (arXiv 2406.06484) and
     Gated DeltaNet (arXiv 2412.06464); one state per KV head and the backward pass: ours.
@@ -157,6 +158,18 @@ def check_arguments(
     for name, given, shape in expected:
         check_argument(name, given, shape, k, v)
     check_argument("doc_ids", doc_ids, (batch, tokens), k, v, "int64")
+    check_ranges(beta, log_decay)
+
+
+def check_ranges(beta: Tensor, log: Tensor | None, name: str = "log_decay") -> None:
+    """Raises ValueError where a strength is negative, or a factor's logarithm, which `name` is, above 0.
+
+    NaN is neither: it comes out as NaN.
+    """
+    if bool((beta < 0).any()):
+        raise ValueError(f"beta must be at least 0, but its least is {float(beta.detach().min()):.3g}")
+    if log is not None and bool((log > 0).any()):
+        raise ValueError(f"{name} must be at most 0, but its largest is {float(log.detach().max()):.3g}")
 
 
 def check_argument(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,10 @@ def load_rules(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     return model
 
 
-def memory_settings(description: Mapping[str, Any], source: str | Path) -> MemoryConfig:
-    """The memory settings that a description holds.
+def memory_settings(
+    description: Mapping[str, Any], source: str | Path, description_file: str = DESCRIPTION
+) -> MemoryConfig:
+    """The memory settings that a description holds; the file's name is for the message.
 
     Raises:
         CheckpointError: they are missing or not readable.
@@ -143,16 +145,26 @@ def memory_settings(description: Mapping[str, Any], source: str | Path) -> Memor
     try:
         return MemoryConfig(**{key.replace("-", "_"): value for key, value in description["memory"].items()})
     except (KeyError, AttributeError, ValidationError) as error:
-        raise CheckpointError(f"The memory settings in {source}/{DESCRIPTION} are not readable; save again.") from error
+        raise CheckpointError(
+            f"The memory settings in {source}/{description_file} are not readable; save again."
+        ) from error
 
 
-def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, layers: int) -> None:
-    """Raises `CheckpointError` unless rules made with the settings `saved` mean the same under `here`.
+def check_settings(
+    here: MemoryConfig,
+    saved: MemoryConfig,
+    source: str | Path,
+    layers: int,
+    what: str = "rules",
+    may_differ: Set[str] = MAY_DIFFER,
+) -> None:
+    """Raises `CheckpointError` unless what was made with the settings `saved` means the same under `here`.
 
     Args:
-        here, saved: the settings; how far attention reaches, speed and where rules begin may differ.
-        source: for the message.
+        here, saved: the settings.
+        source, what: for the message: the folder, and what is in it.
         layers: how many layers the backbone has.
+        may_differ: settings that are free; for rules how far attention reaches, speed, and where rules begin.
     """
     if here.layer_numbers(layers) == saved.layer_numbers(layers):  # "all" and "0-29" may be the same
         saved = saved.model_copy(update={"layers": here.layers})
@@ -164,12 +176,12 @@ def check_settings(here: MemoryConfig, saved: MemoryConfig, source: str | Path, 
     )
     if not here.update_rule.several:
         unread.add("writes_per_token")
-    for key in sorted(MemoryConfig.model_fields.keys() - MAY_DIFFER - unread):
+    for key in sorted(MemoryConfig.model_fields.keys() - may_differ - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:
             raise CheckpointError(
-                f"The rules in {source} need memory.{key.replace('_', '-')} = {theirs!r}, and it is {mine!r} here; "
-                "use theirs."
+                f"The {what} in {source} {'need' if what.endswith('s') else 'needs'} memory.{key.replace('_', '-')} = "
+                f"{theirs!r}, and it is {mine!r} here; use that."
             )
 
 

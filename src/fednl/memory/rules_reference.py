@@ -23,7 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fednl.memory.operator import autocast_off, check_argument, check_arguments, compute_dtype, start_state, unflatten
+from fednl.memory.operator import (
+    autocast_off,
+    check_argument,
+    check_arguments,
+    check_ranges,
+    compute_dtype,
+    start_state,
+    unflatten,
+)
 
 
 def implicit_delta_reference(
@@ -197,7 +205,8 @@ def checked(
     check_argument("log_momentum", log_momentum, tuple(beta.shape), k, v)
     check_argument("keep", keep, tuple(k.shape[:2]), k, v, "bool")
     check_argument("momentum", momentum, (k.shape[0], *k.shape[2:], v.shape[3]), k, v)
-    _check_ranges(beta, log_decay, log_momentum)
+    if log_momentum is not None:
+        check_ranges(beta, log_momentum, "log_momentum")
     dtype = compute_dtype(q, k, v, beta, log_decay, log_momentum, state, momentum, *more)
     with autocast_off(k.device):
         decay, push = (None if x is None else x.to(dtype) for x in (log_decay, log_momentum))
@@ -214,15 +223,10 @@ def check_writes(k: Tensor, v: Tensor, beta: Tensor) -> None:
     for name, shape in (("v", v.shape[:4]), ("beta", beta.shape)):
         if shape != k.shape[:4]:
             raise ValueError(f"{name} is {tuple(shape)} up to its heads, but k is {tuple(k.shape[:4])}")
-    _check_ranges(beta, None, None)
-
-
-def _check_ranges(beta: Tensor, log_decay: Tensor | None, log_momentum: Tensor | None) -> None:
-    if bool((beta < 0).any()):
-        raise ValueError(f"beta must be at least 0, but its least is {float(beta.min()):.3g}")
-    for name, log in (("log_decay", log_decay), ("log_momentum", log_momentum)):
-        if log is not None and bool((log > 0).any()):
-            raise ValueError(f"{name} must be at most 0, but its largest is {float(log.max()):.3g}")
+    for name, tensor in (("v", v), ("beta", beta)):
+        if tensor.device != k.device:
+            raise ValueError(f"{name} is on device {tensor.device}, but k is on {k.device}")
+    check_ranges(beta, None)
 
 
 def _recur(step: Callable[[Memory, Token], Memory], given: Given) -> tuple[Tensor, Memory]:

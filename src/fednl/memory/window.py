@@ -9,7 +9,7 @@ token. Source: sinks as in StreamingLLM, re-basing ours (docs/decisions).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,7 @@ class PassContext:
         counts: `[batch]` int64, real tokens of each row after this pass.
         gate_scale: multiplies every gate; as it was when the pass began.
         call: where the pass is left for the call around it to commit; `None` if there is none.
+        sums: by layer, what `fednl.memory.finite` looks at when the pass ends.
     """
 
     index: Tensor
@@ -47,6 +48,7 @@ class PassContext:
     call: list[PassContext] | None = None
     window: WindowContext | None = None
     source: Tensor | None = None
+    sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
