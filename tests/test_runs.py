@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file(run: Run, monkeypatch: pytest.Monkey
 
 
 def test_names_stay_inside(run: Run) -> None:
-    for name in ("../x.json", "/tmp/x.json", "a/../../x.json"):
+    for name in ("../x.json", "/elsewhere/x.json", "a/../../x.json"):
         with pytest.raises(ValueError, match="leave the run folder"):
             run.write_json(name, {})
     assert run.folder("a/b").is_dir()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fednl.memory.precision import Spared
 from fednl.memory.smear import before, smear
+from fednl.memory.write import logit
 
 DECAY_AT_START = 0.85
 WEIGHT_AT_START = -1.0
@@ -53,7 +54,7 @@ class Addresses(Spared):
             self.weight = nn.Parameter(torch.randn(size, hidden, generator=generator) / math.sqrt(hidden))
         self.pick = nn.Parameter(torch.zeros(kv_heads, hidden))
         self.pick_bias = nn.Parameter(torch.full((kv_heads,), WEIGHT_AT_START))
-        self.decay = nn.Parameter(torch.full((kv_heads,), math.log(DECAY_AT_START / (1 - DECAY_AT_START))))
+        self.decay = nn.Parameter(torch.full((kv_heads,), logit(DECAY_AT_START)))
 
     def forward(self, source: Tensor, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Computes every token's query and key.

@@ -29,6 +29,7 @@ from fednl.memory.sites import (
     attachment,
     find_decoder,
     freeze,
+    head_width,
     is_attached,
     own_window,
     rotary_kinds,
@@ -141,8 +142,8 @@ def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict
     """Fresh rules for every layer that gets a memory, and its addresses, on that layer's device."""
     backbone: Any = decoder
     settings = backbone.config
-    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    shape = (settings.hidden_size, settings.num_attention_heads, settings.num_key_value_heads, head_dim)
+    hidden, kv_heads, head_dim = settings.hidden_size, settings.num_key_value_heads, head_width(settings)
+    shape = (hidden, settings.num_attention_heads, kv_heads, head_dim)
     generator = torch.Generator().manual_seed(seed)
     numbers = config.layer_numbers(len(backbone.layers))
     devices = [block.self_attn.q_proj.weight.device for block in backbone.layers]
@@ -150,7 +151,6 @@ def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict
     source = config.address_number(len(backbone.layers))
     if source is None:
         return memories, None
-    hidden, _, kv_heads, head_dim = shape
     return memories, Addresses(hidden, kv_heads, head_dim, config.address_rank, generator).to(devices[source])
 
 

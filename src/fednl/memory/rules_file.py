@@ -205,19 +205,32 @@ def assign(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: st
             live[name].copy_(tensor)
 
 
-def check_backbone(model: nn.Module, description: Mapping[str, Any], source: str | Path) -> None:
+def check_backbone(
+    model: nn.Module,
+    description: Mapping[str, Any],
+    source: str | Path,
+    made: str = "rules in {} were trained on",
+    file: str = DESCRIPTION,
+) -> None:
     """Raises `BackboneError` unless the description names the backbone that `model` is.
+
+    Args:
+        model: with memory or without.
+        description: what was saved beside the tensors.
+        source: the folder, for the message.
+        made: says in the message what is in the folder and how it came about.
+        file: the description's file, for the message.
 
     Raises:
         CheckpointError: it names none.
     """
-    trained, here = description.get("backbone"), backbone_identity(model)
-    if not isinstance(trained, dict):
-        raise CheckpointError(f"{source}/{DESCRIPTION} does not say which backbone the rules belong to; save again.")
-    differing = [key for key in SAME if trained.get(key) != here[key]]
+    there, here = description.get("backbone"), backbone_identity(model)
+    if not isinstance(there, dict):
+        raise CheckpointError(f"The {made.format(source)} a backbone that {file} does not name; save again.")
+    differing = [key for key in SAME if there.get(key) != here[key]]
     if differing:
         key = differing[0]
         raise BackboneError(
-            f"The rules in {source} were trained on backbone {trained.get('name')!r} and do not fit {here['name']!r}: "
-            f"{key} is {trained.get(key)!r} there and {here[key]!r} here; load them onto the backbone they come from."
+            f"The {made.format(source)} backbone {there.get('name')!r}, and this is {here['name']!r}: {key} is "
+            f"{there.get(key)!r} there and {here[key]!r} here; load that backbone."
         )

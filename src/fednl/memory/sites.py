@@ -136,6 +136,11 @@ def by_token(output: Tensor, family: str) -> Tensor:
     return (output.transpose(1, 2) if FAMILIES[family].heads_first else output).flatten(2)
 
 
+def head_width(config: Any) -> int:
+    """Width of a head, from a backbone's own config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def rotary_kinds(decoder: Any) -> dict[str, str]:
     """The backbone's rotary embeddings: kind of layer -> type of embedding; "" is the one that all layers share."""
     types = getattr(decoder.rotary_emb, "rope_type", "default")

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fednl.errors import BackboneError, CheckpointError, SettingsError
+from fednl.errors import CheckpointError, SettingsError
+from fednl.memory.attach import rules
 from fednl.memory.cache import LayerTensors, MemoryCache
-from fednl.memory.rules_file import SAME, backbone_identity, check_settings, memory_settings
-from fednl.memory.sites import Attachment, attachment
+from fednl.memory.rules_file import backbone_identity, check_backbone, check_settings, memory_settings
+from fednl.memory.sites import Attachment, attachment, head_width
 from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
@@ -128,11 +129,7 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
 
 def rules_hash(owner: Attachment) -> str:
     """SHA-256 over names and exact values of all rules on a model: those of its memory, and of a LoRA if it has one."""
-    found = {name: p for name, p in owner.decoder.named_parameters() if "lora_" in name}
-    for index, memory in owner.layers.items():
-        found |= {f"layers.{index}.memory.{name}": p for name, p in memory.named_parameters()}
-    if owner.addresses is not None:
-        found |= {f"address.{name}": p for name, p in owner.addresses.named_parameters()}
+    found = {name: p for name, p in owner.decoder.named_parameters() if "lora_" in name} | rules(owner.decoder)
     digest = hashlib.sha256()
     for name, parameter in sorted(found.items()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
@@ -149,7 +146,11 @@ def _tensors(cache: MemoryCache) -> dict[str, Tensor]:
 
 def _dtype(owner: Attachment) -> str:
     decoder: Any = owner.decoder
-    return str(decoder.embed_tokens.weight.dtype).removeprefix("torch.")
+    return _name(decoder.embed_tokens.weight.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensors_file(folder: Path, digest: str) -> Path:
@@ -191,15 +192,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 def _check_written_by(description: dict[str, Any], owner: Attachment, model: PreTrainedModel, folder: Path) -> None:
     """Raises unless this model, with these settings and rules, is what wrote the state."""
-    there, here = description.get("backbone"), backbone_identity(model)
-    if not isinstance(there, dict):
-        raise _damaged(folder, "backbone")
-    for key in SAME:
-        if there.get(key) != here[key]:
-            raise BackboneError(
-                f"The memory state in {folder} was written on another backbone: {key} is {there.get(key)!r} there and "
-                f"{here[key]!r} here; go on with the backbone it comes from."
-            )
+    check_backbone(model, description, folder, "memory state in {} was written on", STATE_DESCRIPTION)
     if description.get("dtype") != _dtype(owner):
         raise CheckpointError(
             f"The memory state in {folder} was written in dtype {description.get('dtype')}, and the backbone is "
@@ -244,7 +237,7 @@ def _expected(
     backbone: Any = decoder
     settings = backbone.config
     heads = settings.num_key_value_heads
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    size = head_width(settings)
     batch, window = rows.shape[0], config.window_tokens
     slots = min(window, seen) if window else seen
     rule, found = config.update_rule, {"counts": ([batch], "int64"), "positions": ([batch, slots], "int64")}
@@ -255,9 +248,7 @@ def _expected(
         if window:
             mine |= {name: ([batch, heads, config.sink_tokens, size], "") for name in ("sink_keys", "sink_values")}
         if index in owner.layers:
-            wide = str(torch.promote_types(owner.layers[index].write.weight.dtype, torch.float32)).removeprefix(
-                "torch."
-            )
+            wide = _name(torch.promote_types(owner.layers[index].write.weight.dtype, torch.float32))
             mine["state"] = [batch, heads, size, size], wide
             if rule.momentum:
                 mine["momentum"] = mine["state"]
@@ -284,7 +275,7 @@ def _check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[list[in
             raise CheckpointError(
                 f"The memory state in {folder}: {name!r} has shape {list(tensor.shape)}, the model needs {shape}."
             )
-        found = str(tensor.dtype).removeprefix("torch.")
+        found = _name(tensor.dtype)
         if found != dtype if dtype else not tensor.is_floating_point():
             raise CheckpointError(
                 f"The memory state in {folder}: {name!r} is {found}, the model needs {dtype or 'floating point'}."
