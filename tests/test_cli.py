@@ -242,6 +242,6 @@ def test_ctrl_c_elsewhere_is_one_line(
 
 
 def test_the_installed_command_answers() -> None:
-    command = [sys.executable, "-m", "fednl.cli", "--version"]
+    command = [sys.executable, "-m", "fednl", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fednl ") and done.stderr == ""

@@ -41,10 +41,17 @@ def bits(run: Run) -> list[bytes]:
     return [(run.path / name).read_bytes() for name in BITS]
 
 
+# A test run started in the background may have been told to ignore Ctrl-C, and hands that down: the command starts
+# here as it does at a terminal.
+AT_A_TERMINAL = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from fednl.cli import main; main()"
+)
+
+
 @contextmanager
 def command(*words: str) -> Iterator[subprocess.Popen[str]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-m", "fednl.cli", *words], **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, *words], **pipes) as process:  # type: ignore[call-overload]
         yield process
         process.kill()
 

@@ -337,7 +337,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
     return str(value)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""`python -m fednl` is the command `fednl`."""
+
+from fednl.cli import main
+
+main()
