@@ -18,12 +18,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_lora import check_lora
 from fednl.data.settings import DataSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
-from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -81,8 +82,8 @@ class Config(BaseModel):
             overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
 
         Raises:
-            SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm needs a
-                LoRA and there is none.
+            SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm and the LoRA
+                do not go together.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -94,11 +95,9 @@ class Config(BaseModel):
         values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
         config = cls(**values, algorithm=dict(table.get(own, {})))
         check.section(own, kind_of_own, config.algorithm)
-        if ALGORITHMS[own].traits.needs_lora and config.lora.rank == 0:
-            raise SettingsError(
-                f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
-                'set the rank to 1 or more, or algorithm = "fedavg".'
-            )
+        algorithm = ALGORITHMS[own](config.method_settings, config.federation.shared)
+        arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
+        check_lora(where, algorithm, config.federation, config.training, config.lora.rank, arm_rank)
         return config
 
     @staticmethod

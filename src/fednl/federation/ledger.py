@@ -37,12 +37,14 @@ class Ledger:
     Args:
         round: counted from 1.
         run: the run's name.
-        expected: the allow-list: what travels, with shapes and dtypes.
-        extra: the same for what an algorithm sends besides.
+        expected: by client asked, the allow-list: what travels, with shapes and dtypes.
+        extra: the same, for all clients, for what an algorithm sends besides.
         down_bytes: by client asked, the bytes serialised for it.
     """
 
-    def __init__(self, round: int, run: str, expected: Params, extra: Params, down_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self, round: int, run: str, expected: Mapping[str, Params], extra: Params, down_bytes: Mapping[str, int]
+    ) -> None:
         self._round, self._run, self._expected, self._extra = round, run, expected, extra
         # Until something better is known of it, a client has not answered in time.
         self._rows: dict[str, dict[str, Any]] = {
@@ -103,7 +105,8 @@ class Ledger:
         message = None
         if reply.status == "ok":
             message = Message.from_bytes(reply.payload)
-            check_update(message, self._expected, self._round, reply.client, run=self._run, expected_extra=self._extra)
+            expected = self._expected[reply.client]
+            check_update(message, expected, self._round, reply.client, run=self._run, expected_extra=self._extra)
         if reply.client in self._answered:
             raise MessageError("duplicate", f'Client "{reply.client}" has already answered.')
         return message

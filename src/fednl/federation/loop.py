@@ -11,6 +11,8 @@ from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.combine import InOrder, WeightedMean
 from fednl.federation.ledger import Ledger
+from fednl.federation.lora_products import ProductMean
+from fednl.federation.lora_ranks import RankedMean, Ranks, check_lora
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
@@ -114,14 +116,16 @@ def _one_round(fed: Federation, point: Point) -> Point:
     asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combined, ledger = _ask(fed, shared, beside, number, asked)
+    combined, products, ledger = _ask(fed, shared, beside, number, asked)
     params, server_state = point.params, point.server_state
+    measured: dict[str, float] = {}
     fault = _why_no_quorum(fed, ledger)
     reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
     if not reason:
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
+            measured = fed.algorithm.measure(shared, combined, update, products)
         else:
             fault = reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -131,28 +135,37 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
     )
-    after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, measured, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 
-def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
-    """Sends the shared rules out, with what goes beside them, and combines what comes back in the order of names."""
+def _ask(
+    fed: Federation, shared: Params, beside: Params, number: int, asked: list[str]
+) -> tuple[Message, Params, Ledger]:
+    """Sends the shared rules out, with what goes beside them, and combines what comes back in the order of names.
+
+    The second item is the mean of the clients' LoRA products, as factors.
+    """
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
+    algorithm, ranks = fed.algorithm, Ranks(fed.settings.lora_ranks)
+    offers = {client: algorithm.offer(shared, ranks.of(client)) for client in asked}
     down_bytes = {
-        client: fed.transport.send(client, Message(shared, beside, round=number, client=client, run=fed.run_name))
-        for client in asked
+        client: fed.transport.send(client, Message(offer, beside, round=number, client=client, run=fed.run_name))
+        for client, offer in offers.items()
     }
-    extra = fed.algorithm.extra(shared)
-    ledger = Ledger(number, fed.run_name, shared, extra, down_bytes)
-    params_mean, extra_mean, queue = WeightedMean(), WeightedMean(), InOrder(asked)
+    expected = {client: algorithm.returns(offer) for client, offer in offers.items()}
+    ledger = Ledger(number, fed.run_name, expected, algorithm.extra(shared), down_bytes)
+    params_mean, extra_mean, queue = RankedMean(algorithm.returns(shared)), WeightedMean(), InOrder(asked)
+    products = ProductMean()
 
     def take(messages: Any) -> None:
         for message in messages:
             params_mean.add(message.params, message.num_examples)
             extra_mean.add(message.extra, message.num_examples)
+            products.add(message.params, message.num_examples)
 
     for reply in fed.transport.replies(fed.settings.deadline_s or None, progress.step):
         verdict = ledger.judge(reply)
@@ -160,8 +173,10 @@ def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: li
             take(queue.put(verdict.client, verdict.message))
             progress.client_done(verdict.client, ledger)
     take(queue.rest())
-    combined = Message(params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number)
-    return combined, ledger
+    product = products.result()
+    extra = {**extra_mean.result(), **(product if algorithm.traits.averages_products else {})}
+    combined = Message(params_mean.result(), extra, num_examples=int(params_mean.weight), round=number)
+    return combined, product, ledger
 
 
 def _check_start(
@@ -178,7 +193,9 @@ def _check_start(
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
-    return tuple(algorithm.shared(params))
+    names = tuple(algorithm.shared(params))
+    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    return names
 
 
 def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:

@@ -74,6 +74,7 @@ class Federation:
             "algorithm": type(self.algorithm).__name__,
             "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
             "shared": list(self.names),
+            "lora-ranks": list(self.settings.lora_ranks),
             "clients": self.transport.clients(),
             "clients-per-round": self.asked_per_round,
             "quorum": self.settings.quorum,
@@ -82,10 +83,15 @@ class Federation:
         }
 
 
-def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
-    """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
+def save(
+    fed: Federation, point: Point, ledger: Ledger, reason: str, step: Mapping[str, float], seconds_s: float
+) -> Point:
+    """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count.
+
+    `step` is what was measured of the server's step.
+    """
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    metrics: dict[str, float] = ({} if loss is None else {"train_loss": loss}) | dict(step)
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))
         metrics |= {f"validation_{name}": float(value) for name, value in measured.items()}
