@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fednl.errors import CheckpointError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -47,6 +48,7 @@ class Federation:
     validate_round: Validate | None
     names: tuple[str, ...]
     asked_per_round: int
+    exchange: Exchange = PLAIN
 
     @property
     def run_name(self) -> str:
@@ -79,13 +81,16 @@ class Federation:
             "quorum": self.settings.quorum,
             "training": training,
             "seed": self.seed,
+            **self.exchange.changed(),
         }
 
 
-def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+def save(
+    fed: Federation, point: Point, ledger: Ledger, reason: str, told: Mapping[str, float], seconds_s: float
+) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    metrics: dict[str, float] = {**told} if loss is None else {"train_loss": loss, **told}
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))
         metrics |= {f"validation_{name}": float(value) for name, value in measured.items()}
@@ -127,10 +132,11 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if checkpoint is None:
         return None
     then = checkpoint.state["identity"]
-    for key, value in fed.identity().items():
-        if then.get(key) != value:
+    now = fed.identity()
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
             raise CheckpointError(
-                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
+                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {now.get(key)}: resume with "
                 "the settings of that run, or start a new one."
             )
     if checkpoint.round > fed.training.rounds:
