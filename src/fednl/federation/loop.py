@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ def run_rounds(
     seed: int,
     on_event: OnEvent = lambda event: None,
     validate_round: Validate | None = None,
+    milestones: Collection[int] = (),
     stop_after: int | None = None,
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
@@ -51,6 +52,7 @@ def run_rounds(
         on_event: is told `round-start`, `step`, `client-done`, `round-end` and `note`, with `round` of
             `rounds`; `done` of `total` counts local steps of the run in `step`, and clients elsewhere.
         validate_round: measures (round, all rules) after each round; the lowest `"loss"` makes `best/`.
+        milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
 
     Returns:
@@ -69,9 +71,10 @@ def run_rounds(
     names = _check_start(algorithm, transport, params, settings)
     asked = settings.clients_per_round or len(transport.clients())
     fed = Federation(
-        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked
+        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked, milestones
     )
     point = resume(fed, params) or begin(fed, params)
+    fed = replace(fed, first_round=point.round + 1)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
         while point.round < last:
@@ -111,7 +114,8 @@ def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -
 def _one_round(fed: Federation, point: Point) -> Point:
     """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
     started_s, number = time.perf_counter(), point.round + 1
-    asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
+    free = point.conduct.free(fed.transport.clients(), number)
+    asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combined, ledger = _ask(fed, shared, beside, number, asked)
@@ -130,6 +134,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         params=params,
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
+        conduct=point.conduct.after(ledger.rows(), number, fed.settings),
     )
     after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
@@ -154,7 +159,7 @@ def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: li
             params_mean.add(message.params, message.num_examples)
             extra_mean.add(message.extra, message.num_examples)
 
-    for reply in fed.transport.replies(fed.settings.deadline_s or None, progress.step):
+    for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
         if verdict.is_final:
             take(queue.put(verdict.client, verdict.message))
@@ -185,7 +190,16 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
     valid = ledger.valid()
     if valid >= fed.settings.quorum:
         return ""
-    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
+    first = ledger.first_fault()
+    cause = f", first {first}" if first else ", the other clients are in quarantine"
+    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}{cause}"
+
+
+def _deadline_s(fed: Federation, number: int) -> float | None:
+    """Seconds that a round waits; clients load their models in the first of a sitting, not in every first round."""
+    if not fed.settings.deadline_s:
+        return None
+    return fed.settings.deadline_s + (fed.settings.warm_up_s if number == fed.first_round else 0.0)
 
 
 class _Steps:
