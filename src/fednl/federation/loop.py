@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ def run_rounds(
     seed: int,
     on_event: OnEvent = lambda event: None,
     validate_round: Validate | None = None,
+    milestones: Collection[int] = (),
     stop_after: int | None = None,
     exchange: Exchange = PLAIN,
 ) -> Params:
@@ -56,6 +57,7 @@ def run_rounds(
         on_event: is told `round-start`, `step`, `client-done`, `round-end` and `note`, with `round` of
             `rounds`; `done` of `total` counts local steps of the run in `step`, and clients elsewhere.
         validate_round: measures (round, all rules) after each round; the lowest `"loss"` makes `best/`.
+        milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
         exchange: how updates travel and how they become one.
 
@@ -77,9 +79,22 @@ def run_rounds(
     check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
     fed = Federation(
-        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked, exchange
+        algorithm,
+        transport,
+        settings,
+        training,
+        run,
+        folder,
+        seed,
+        on_event,
+        validate_round,
+        names,
+        asked,
+        milestones,
+        exchange=exchange,
     )
     point = resume(fed, params) or begin(fed, params)
+    fed = replace(fed, first_round=point.round + 1)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
         while point.round < last:
@@ -119,7 +134,8 @@ def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -
 def _one_round(fed: Federation, point: Point) -> Point:
     """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
     started_s, number = time.perf_counter(), point.round + 1
-    asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
+    free = point.conduct.free(fed.transport.clients(), number)
+    asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combiner = make_combiner(fed.exchange.combine, shared)
@@ -140,6 +156,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         params=params,
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
+        conduct=point.conduct.after(ledger.rows(), number, fed.settings),
     )
     after = save(fed, after, ledger, reason, combiner.facts(), time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
@@ -158,7 +175,7 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
     wanted = Wanted(shared, fed.algorithm.extra(shared), number, fed.run_name, traffic.up_coding)
     ledger = Ledger(wanted, down_bytes, message.tensor_bytes)
     queue = InOrder(asked)
-    for reply in fed.transport.replies(fed.settings.deadline_s or None, progress.step):
+    for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
         if verdict.is_final:
             for due in queue.put(verdict.client, verdict.message):
@@ -190,7 +207,16 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
     valid = ledger.valid()
     if valid >= fed.settings.quorum:
         return ""
-    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
+    first = ledger.first_fault()
+    cause = f", first {first}" if first else ", the other clients are in quarantine"
+    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}{cause}"
+
+
+def _deadline_s(fed: Federation, number: int) -> float | None:
+    """Seconds that a round waits; clients load their models in the first of a sitting, not in every first round."""
+    if not fed.settings.deadline_s:
+        return None
+    return fed.settings.deadline_s + (fed.settings.warm_up_s if number == fed.first_round else 0.0)
 
 
 class _Steps:
