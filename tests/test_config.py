@@ -129,6 +129,10 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         ),
         ('[federation]\nlora-ranks = ["passkey=2"]\n', ['lora-ranks = "passkey=2"', "0 LoRA components"]),
         ('[federation]\nlora-ranks = ["a=5"]\n[lora]\nrank = 4\n', ['lora-ranks = "a=5"', "4 LoRA", "[lora] rank"]),
+        (
+            '[federation]\nlora-ranks = ["a=2"]\n[lora]\nrank = 4\n[combine]\nnorm-cap = 1.0\n',
+            ["lora-ranks takes the mean", "norm-cap = 0"],
+        ),
         ('[federation]\nlora-ranks = ["a:5"]\n', ["lora-ranks", "PATTERN=RANK"]),
         ('[federation]\nlora-ranks = ["a=0"]\n', ["lora-ranks", "at least 1"]),
         ('[federation]\nalgorithm = "fedprox"\n[fedprox]\nmu = -1.0\n', ["[fedprox] mu = -1.0", "equal to 0"]),

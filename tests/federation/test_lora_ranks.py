@@ -1,18 +1,15 @@
-"""Clients of unlike LoRA ranks: who gets what, and what the mean of the replies is."""
+"""Clients of unlike LoRA ranks: who gets what, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fednl.errors import SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.flexlora import FlexLora
 from fednl.federation.algorithms.scaffold import Scaffold
-from fednl.federation.combine import WeightedMean
-from fednl.federation.lora_ranks import RankedMean, Ranks, check_lora, cut, padded
+from fednl.federation.lora_ranks import Ranks, check_lora, cut, padded
 from fednl.federation.params import Params, equal
 
 A, B, GATE = "layers.0.q_proj.lora_A", "layers.0.q_proj.lora_B", "layers.0.memory.gate.bias"
@@ -49,34 +46,6 @@ def test_zero_components_neither_change_the_product_nor_learn() -> None:
     assert leaves[A].grad[:2].any() and not leaves[A].grad[2:].any()
     assert leaves[B].grad[:, :2].any() and not leaves[B].grad[:, 2:].any()
     assert padded(params, params)[A] is params[A]
-
-
-@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 9)), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
-def test_with_one_rank_for_all_it_is_the_weighted_mean_to_the_bit(clients: list[tuple[int, int]]) -> None:
-    ranked, plain = RankedMean(full()), WeightedMean()
-    for weight, seed in clients:
-        ranked.add(full(seed=seed), weight)
-        plain.add(full(seed=seed), weight)
-    assert equal(ranked.result(), plain.result())
-    assert ranked.weight == plain.weight
-
-
-def test_a_component_counts_once_for_those_who_have_it() -> None:
-    mean, low, high = RankedMean(full(seed=9)), full(1, seed=1), full(3, seed=2)
-    mean.add(low, 3)
-    mean.add(high, 1)
-    mean.add(full(seed=3), 0)
-    got = mean.result()
-    torch.testing.assert_close(got[A][0], (3 * low[A][0] + high[A][0]) / 4)
-    torch.testing.assert_close(got[B][:, 0], (3 * low[B][:, 0] + high[B][:, 0]) / 4)
-    # Only the second client has components 1 and 2: the product's share of them is its weight, once.
-    torch.testing.assert_close(got[A][1:3], high[A][1:3])
-    torch.testing.assert_close(got[B][:, 1:3], high[B][:, 1:3] / 4)
-    # Nobody has the last: it stays as it was in A, so that it can still be trained, and has no vote for B.
-    assert torch.equal(got[A][3], full(seed=9)[A][3]) and not got[B][:, 3].any()
-    torch.testing.assert_close(got[GATE], (3 * low[GATE] + high[GATE]) / 4)
-    assert equal(mean.result(), got)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fednl.errors import SettingsError
-from fednl.federation.combine import WeightedMean
 from fednl.federation.lora_products import pairs
 from fednl.federation.params import Params
 
@@ -62,10 +61,10 @@ def check_lora(
                 f'[federation] lora-ranks names "{entry}", but no client has such a name; the clients are '
                 f"{', '.join(clients)}."
             )
-    factors = [name for name in params if _axis(name) is not None]
+    factors = [name for name in params if rank_axis(name) is not None]
     if entries and factors and not any(name in shared for name in factors):
         raise SettingsError('[federation] lora-ranks is set, but shared lets no LoRA factor out: add "lora" to it.')
-    if entries and algorithm.extra(shared):
+    if entries and algorithm.traits.sends_extra:
         raise SettingsError(
             f"[federation] lora-ranks is set, but {name} sends tensors of one size beside the rules; leave it out, or "
             'choose algorithm = "fedavg" or "flexlora".'
@@ -82,7 +81,7 @@ def cut(params: Mapping[str, Tensor], rank: int | None, skip: int = 0) -> Params
     """
     part = slice(skip, rank)
     return {
-        name: tensor if _axis(name) is None else tensor[part] if _axis(name) == 0 else tensor[:, part]
+        name: tensor if rank_axis(name) is None else tensor[part] if rank_axis(name) == 0 else tensor[:, part]
         for name, tensor in params.items()
     }
 
@@ -99,7 +98,7 @@ def padded(params: Mapping[str, Tensor], like: Mapping[str, Tensor], *, before: 
     """
 
     def one(name: str, tensor: Tensor) -> Tensor:
-        axis, wanted = _axis(name), like.get(name, tensor).shape
+        axis, wanted = rank_axis(name), like.get(name, tensor).shape
         if axis is None or tensor.shape == wanted:
             return tensor
         shape = list(tensor.shape)
@@ -110,43 +109,6 @@ def padded(params: Mapping[str, Tensor], like: Mapping[str, Tensor], *, before: 
     return {name: one(name, tensor) for name, tensor in params.items()}
 
 
-class RankedMean(WeightedMean):
-    """`WeightedMean` over replies whose LoRA factors differ in rank, bit for bit the same where none does.
-
-    A client without a component has zero there in B, and no say in A: the product then has the weight that the mean of
-    products gives it. Zeros in both, as HetLoRA pads, would give that weight squared.
-
-    Args:
-        like: the names, shapes and dtypes of the mean, and the values of what no client has.
-
-    Source: ours; padding as HetLoRA (arXiv 2401.06432), section 3.
-    """
-
-    def __init__(self, like: Params) -> None:
-        super().__init__()
-        self._like = like
-        self._weights: dict[str, Tensor] = {}
-
-    def add(self, params: Params, weight: float) -> None:
-        """Takes one reply in, whatever the ranks of its factors; weight 0 changes nothing."""
-        if weight > 0:
-            for name, tensor in params.items():
-                if _axis(name) == 0 and name in self._like:
-                    total = self._weights.setdefault(name, torch.zeros(len(self._like[name]), dtype=torch.float64))
-                    total[: len(tensor)] += weight
-        super().add(padded(params, self._like), weight)
-
-    def result(self) -> Params:
-        """Gives the mean; a component of A that no client has is as in `like`."""
-        mean = super().result()
-        for name, total in self._weights.items():
-            if bool((total != self.weight).any()):
-                held = self._mean[name] * (self.weight / total.clamp(min=1e-300)).to(self._mean[name].device)[:, None]
-                kept = self._like[name].detach().to(held)
-                mean[name] = torch.where(total.to(held.device)[:, None] > 0, held, kept).to(mean[name].dtype)
-        return mean
-
-
-def _axis(name: str) -> int | None:
+def rank_axis(name: str) -> int | None:
     """Which dimension of a LoRA factor is its rank; None for what is no factor."""
     return {"lora_A": 0, "lora_B": 1}.get(name.rpartition(".")[2])

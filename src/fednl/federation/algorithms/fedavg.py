@@ -27,6 +27,7 @@ class Traits:
         identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
+        sends_extra: messages carry tensors beside the rules.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
         averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
             holds as factors under their own names; a rule that does not average cannot give it.
@@ -37,6 +38,7 @@ class Traits:
     identical_clients_unchanged: bool = True
     order_free: bool = True
     shares: bool = True
+    sends_extra: bool = False
     needs_lora: bool = False
     averages_products: bool = False
     renews_factors: bool = False
