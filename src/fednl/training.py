@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import POOLED, TRAINED, exchange_of, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
@@ -16,6 +16,7 @@ from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
 from fednl.federation.params import Params, personal
 from fednl.federation.pool import Job, WorkerPool
+from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
 from fednl.measuring import changed_settings, forget, measure
@@ -102,7 +103,7 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    for section in ("backbone", "lora", "training", "federation", "run", "memory"):
+    for section in ("backbone", "lora", "training", "federation", "traffic", "combine", "run", "memory"):
         mine, theirs = getattr(own, section), getattr(config, section)
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
@@ -200,13 +201,13 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
     transport = ProcessTransport(pool, clients, {"arm": name})
 
-    def validate(round: int, params: Params) -> dict[str, float]:
+    def validate(round: int, params: Params) -> Validation:
         states = transport.states()
         own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
-        # Each client counts once, and in the order of names, whoever answers first.
+        # In the order of names, whoever answers first.
         losses = {r.job.header["client"]: answer_of(r)["loss"] for r in pool.map(jobs)}
-        return {"loss": sum(losses[client] for client in own) / len(own)}
+        return Validation.of_clients({client: losses[client] for client in own})
 
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:
@@ -222,6 +223,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         seed=config.run.seed,
         on_event=tell,
         validate_round=validate if config.data.validation and name != "local-only" else None,
+        exchange=exchange_of(config, name),
     )
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
 

@@ -18,6 +18,7 @@ from fednl.federation.checkpoint import read_tensors
 from fednl.federation.loop import sample_clients
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, finite, weighted_mean
+from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import InProcessTransport, Reply
 
@@ -236,7 +237,7 @@ def test_below_the_quorum_the_rules_stay_and_the_run_says_why(tmp_path: Path) ->
         return [forge(r, params=NAN) if r.client == "dan" else r for r in replies]
 
     with pytest.raises(FednlError, match=r'3 rounds in a row .*quorum = 4, first "dan" \(refused, non-finite\)'):
-        toy.run(toy.transport(lose), validate_round=lambda round, params: seen.append(params) or {})
+        toy.run(toy.transport(lose), validate_round=lambda round, params: seen.append(params) or Validation())
     assert len(seen) == 3
     assert all(equal(params, start_params()) for params in seen)
     assert [row["updated"] for row in toy.rows()] == [False] * 3
@@ -357,11 +358,11 @@ def test_final_and_best_are_left_behind(tmp_path: Path) -> None:
     seen: dict[int, Params] = {}
     losses = {1: 0.5, 2: 0.2, 3: 0.9}
 
-    def validate(round: int, params: Params) -> dict[str, float]:
+    def validate(round: int, params: Params) -> Validation:
         seen[round] = {name: tensor.clone() for name, tensor in params.items()}
         for tensor in params.values():
             tensor.zero_()
-        return {"loss": losses[round], "accuracy": 0.25, "odd": float("nan")}
+        return Validation({"loss": losses[round], "accuracy": 0.25, "odd": float("nan")})
 
     params = toy.run(validate_round=validate)
     final, header = read_tensors(toy.path / "final" / "params.safetensors")

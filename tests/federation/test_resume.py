@@ -14,6 +14,7 @@ from fednl.errors import CheckpointError
 from fednl.federation import checkpoint as checkpoint_module
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.params import ClientState, Params, equal
+from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
 
 ROUNDS = 4
@@ -31,8 +32,8 @@ def bench(path: Path, kind: str = "fedavgm", shared: str = "memory") -> Bench:
     return Bench(path, algorithm=ALGORITHMS[kind](shared=shared), settings=SETTINGS, training=TRAINING)
 
 
-def score(round: int, params: Params) -> dict[str, float]:
-    return {"loss": [0.4, 0.3, 0.7, 0.5][round - 1]}
+def score(round: int, params: Params) -> Validation:
+    return Validation({"loss": [0.4, 0.3, 0.7, 0.5][round - 1]})
 
 
 def outcome(toy: Bench, transport: Any, params: Params) -> tuple[Params, ClientState, bytes, list[Any]]:
@@ -45,7 +46,7 @@ def outcome(toy: Bench, transport: Any, params: Params) -> tuple[Params, ClientS
     for row in rows:
         del row["seconds_s"]
         for client in row["clients"]:
-            for name in ("seconds_s", "up_bytes"):
+            for name in ("seconds_s", "up_bytes", "up_container_bytes"):
                 client.pop(name, None)
     return params, {**states, **server}, (toy.path / "best" / "params.safetensors").read_bytes(), rows
 

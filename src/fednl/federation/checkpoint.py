@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def save_round(
     client_states: Mapping[str, ClientState],
     state: Mapping[str, Any],
     keep: int,
+    spare: Collection[int] = (),
 ) -> Path:
     """Writes the checkpoint of round `n` so that a crash at any moment leaves the one before it intact.
 
@@ -66,6 +67,7 @@ def save_round(
         client_states: each client's private state.
         state: what else to remember, as JSON.
         keep: how many of the newest checkpoints stay; at least 1.
+        spare: rounds whose checkpoints stay besides, however old.
 
     Returns:
         The checkpoint's folder.
@@ -85,7 +87,7 @@ def save_round(
             shutil.rmtree(place)
         os.replace(temporary, place)
         sync_folder(folder)
-        for old in _numbered(folder)[keep:]:
+        for old in set(_numbered(folder)[keep:]) - set(spare):
             shutil.rmtree(folder / f"round-{old}")
     except OSError as error:
         raise FednlError(
@@ -114,6 +116,22 @@ def load_newest(folder: Path) -> Checkpoint | None:
             f"every checkpoint in {folder} is damaged ({', '.join(skipped)}): restore one, or start anew."
         )
     return None
+
+
+def load_round(folder: Path, n: int) -> Checkpoint:
+    """Reads the checkpoint of round `n`, such as the end of a task or the best round.
+
+    Args:
+        folder: the `checkpoints` folder.
+        n: the round, counted from 1.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        return _read(folder / f"round-{n}", n, ())
+    except (OSError, ValueError, KeyError, TypeError, MessageError):
+        raise CheckpointError(f"{folder} lacks a whole round-{n}: restore it from a copy, or train anew.") from None
 
 
 def write_tensors(path: Path, params: Params, header: Mapping[str, Any]) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.combine import InOrder, WeightedMean
+from fednl.federation.coding import encode
+from fednl.federation.combine import Combiner, InOrder
+from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
+from fednl.federation.robust import make_combiner
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
+from fednl.federation.validate import Wanted
 from fednl.runs import Run
 from fednl.seeding import seed_of
 
@@ -32,7 +36,9 @@ def run_rounds(
     seed: int,
     on_event: OnEvent = lambda event: None,
     validate_round: Validate | None = None,
+    milestones: Collection[int] = (),
     stop_after: int | None = None,
+    exchange: Exchange = PLAIN,
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -51,14 +57,17 @@ def run_rounds(
         on_event: is told `round-start`, `step`, `client-done`, `round-end` and `note`, with `round` of
             `rounds`; `done` of `total` counts local steps of the run in `step`, and clients elsewhere.
         validate_round: measures (round, all rules) after each round; the lowest `"loss"` makes `best/`.
+        milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
+        exchange: how updates travel and how they become one.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
         `transport.states()`, see `fednl.federation.params.personal`.
 
     Raises:
-        SettingsError: `shared` matches nothing, or more clients are asked for than there are.
+        SettingsError: `shared` matches nothing, more clients are asked for than there are, or parts of `exchange` do
+            not fit together.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
         FednlError: too many rounds in a row without a quorum, or no round that had one.
@@ -67,11 +76,25 @@ def run_rounds(
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
     """
     names = _check_start(algorithm, transport, params, settings)
+    check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
     fed = Federation(
-        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked
+        algorithm,
+        transport,
+        settings,
+        training,
+        run,
+        folder,
+        seed,
+        on_event,
+        validate_round,
+        names,
+        asked,
+        milestones,
+        exchange=exchange,
     )
     point = resume(fed, params) or begin(fed, params)
+    fed = replace(fed, first_round=point.round + 1)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
         while point.round < last:
@@ -111,14 +134,17 @@ def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -
 def _one_round(fed: Federation, point: Point) -> Point:
     """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
     started_s, number = time.perf_counter(), point.round + 1
-    asked = sample_clients(fed.transport.clients(), fed.settings.clients_per_round, fed.seed, number)
+    free = point.conduct.free(fed.transport.clients(), number)
+    asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combined, ledger = _ask(fed, shared, beside, number, asked)
+    combiner = make_combiner(fed.exchange.combine, shared)
+    ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     fault = _why_no_quorum(fed, ledger)
-    reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
+    reason = fault or combiner.fault()
     if not reason:
+        combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
@@ -130,38 +156,34 @@ def _one_round(fed: Federation, point: Point) -> Point:
         params=params,
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
+        conduct=point.conduct.after(ledger.rows(), number, fed.settings),
     )
-    after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, combiner.facts(), time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 
-def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
-    """Sends the shared rules out, with what goes beside them, and combines what comes back in the order of names."""
+def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner) -> Ledger:
+    """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
+    number, shared = message.round, message.params
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
-    down_bytes = {
-        client: fed.transport.send(client, Message(shared, beside, round=number, client=client, run=fed.run_name))
-        for client in asked
-    }
-    extra = fed.algorithm.extra(shared)
-    ledger = Ledger(number, fed.run_name, shared, extra, down_bytes)
-    params_mean, extra_mean, queue = WeightedMean(), WeightedMean(), InOrder(asked)
-
-    def take(messages: Any) -> None:
-        for message in messages:
-            params_mean.add(message.params, message.num_examples)
-            extra_mean.add(message.extra, message.num_examples)
-
-    for reply in fed.transport.replies(fed.settings.deadline_s or None, progress.step):
+    traffic = fed.exchange.traffic
+    message = encode(message, traffic.down, {}, {})[0]
+    down_bytes = {client: fed.transport.send(client, replace(message, client=client)) for client in asked}
+    wanted = Wanted(shared, fed.algorithm.extra(shared), number, fed.run_name, traffic.up_coding)
+    ledger = Ledger(wanted, down_bytes, message.tensor_bytes)
+    queue = InOrder(asked)
+    for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
         if verdict.is_final:
-            take(queue.put(verdict.client, verdict.message))
+            for due in queue.put(verdict.client, verdict.message):
+                combiner.add(due)
             progress.client_done(verdict.client, ledger)
-    take(queue.rest())
-    combined = Message(params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number)
-    return combined, ledger
+    for due in queue.rest():
+        combiner.add(due)
+    return ledger
 
 
 def _check_start(
@@ -185,7 +207,16 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
     valid = ledger.valid()
     if valid >= fed.settings.quorum:
         return ""
-    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}, first {ledger.first_fault()}"
+    first = ledger.first_fault()
+    cause = f", first {first}" if first else ", the other clients are in quarantine"
+    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}{cause}"
+
+
+def _deadline_s(fed: Federation, number: int) -> float | None:
+    """Seconds that a round waits; clients load their models in the first of a sitting, not in every first round."""
+    if not fed.settings.deadline_s:
+        return None
+    return fed.settings.deadline_s + (fed.settings.warm_up_s if number == fed.first_round else 0.0)
 
 
 class _Steps:

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fednl.errors import CheckpointError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
+from fednl.federation.quarantine import Conduct
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
 from fednl.runs import Run
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-Validate: TypeAlias = Callable[[int, Params], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What was measured after a round.
+
+    Args:
+        metrics: of the whole; the lowest `"loss"` makes `best/`.
+        clients: by client, its own measures; they go into the clients' rows.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    clients: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_clients(cls, losses: Mapping[str, float]) -> Validation:
+        """Gives the view of a cohort: mean over clients, each counted once, the worst of them, and their spread.
+
+        Args:
+            losses: by client; the mean is summed in this order.
+        """
+        mean = sum(losses.values()) / len(losses)
+        # A NaN compares with nothing, so it would hide from max; no summary is better than one without it.
+        worst, best = (max(losses.values()), min(losses.values())) if math.isfinite(mean) else (math.nan, math.nan)
+        return cls(
+            {"loss": mean, "loss_worst": worst, "loss_spread": worst - best},
+            {client: {"loss": loss} for client, loss in losses.items() if math.isfinite(loss)},
+        )
+
+
+Validate: TypeAlias = Callable[[int, Params], Validation]
 
 
 @dataclass(frozen=True)
@@ -30,6 +62,7 @@ class Point:
     server_state: ClientState = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     failed_rounds: int = 0
+    conduct: Conduct = field(default_factory=Conduct)
 
 
 @dataclass(frozen=True)
@@ -47,6 +80,10 @@ class Federation:
     validate_round: Validate | None
     names: tuple[str, ...]
     asked_per_round: int
+    milestones: Collection[int] = ()
+    first_round: int = 1
+    """The first round of this sitting."""
+    exchange: Exchange = PLAIN
 
     @property
     def run_name(self) -> str:
@@ -77,18 +114,24 @@ class Federation:
             "clients": self.transport.clients(),
             "clients-per-round": self.asked_per_round,
             "quorum": self.settings.quorum,
+            "quarantine": [self.settings.quarantine_after, self.settings.quarantine_rounds],
             "training": training,
             "seed": self.seed,
+            "exchange": self.exchange.changed(),
         }
 
 
-def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+def save(
+    fed: Federation, point: Point, ledger: Ledger, reason: str, told: Mapping[str, float], seconds_s: float
+) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    metrics: dict[str, float] = {**told} if loss is None else {"train_loss": loss, **told}
+    rows = ledger.rows()
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))
-        metrics |= {f"validation_{name}": float(value) for name, value in measured.items()}
+        metrics |= _validation(measured.metrics)
+        rows = [row | _validation(measured.clients.get(row["name"], {})) for row in rows]
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     score = metrics.get("validation_loss")
     if score is not None and score < point.best.get("loss", math.inf):
@@ -96,15 +139,24 @@ def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: 
         write_tensors(fed.path("best") / "params.safetensors", point.params, {"round": point.round})
     facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
     facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
-    fed.run.append_jsonl(fed.inside("rounds.jsonl"), {**facts, "clients": ledger.rows()})
+    asked = {row["name"] for row in rows}
+    out = sorted(client for client in point.conduct.out(point.round) if client not in asked)
+    facts |= {"quarantined": out} if out else {}
+    fed.run.append_jsonl(fed.inside("rounds.jsonl"), {**facts, "clients": rows})
     save_round(
         fed.path("checkpoints"),
         point.round,
         point.params,
         point.server_state,
         fed.transport.states(),
-        {"best": point.best, "failed_rounds": point.failed_rounds, "identity": fed.identity()},
+        {
+            "best": point.best,
+            "failed_rounds": point.failed_rounds,
+            "conduct": asdict(point.conduct),
+            "identity": fed.identity(),
+        },
         fed.settings.keep_checkpoints,
+        {*fed.milestones, int(point.best.get("round", 0))},
     )
     fed.tell("round-end", rounds=fed.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
     return point
@@ -128,7 +180,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
         return None
     then = checkpoint.state["identity"]
     for key, value in fed.identity().items():
-        if then.get(key) != value:
+        if then.get(key, value) != value:  # a key that the version before did not know is no difference
             raise CheckpointError(
                 f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
                 "the settings of that run, or start a new one."
@@ -147,12 +199,17 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if rows < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed)
+    conduct = Conduct(**checkpoint.state.get("conduct", {}))
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct)
 
 
 def write_final(fed: Federation, point: Point) -> None:
     """Leaves the newest finished rules in `final/`."""
     write_tensors(fed.path("final") / "params.safetensors", point.params, {"round": point.round})
+
+
+def _validation(measured: Mapping[str, float]) -> dict[str, float]:
+    return {f"validation_{name}": float(value) for name, value in measured.items()}
 
 
 def _layout(params: Params) -> dict[str, tuple[Any, Any]]:

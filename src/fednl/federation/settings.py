@@ -67,9 +67,13 @@ class FederationSettings(Section):
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
         deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.
+        warm_up_s: seconds that the first round of a sitting has beyond the deadline, as clients load their models.
         parallel_clients: worker processes on this machine; changes speed, not results.
         keep_checkpoints: how many of the newest round checkpoints stay on disk.
         max_failed_rounds: how many rounds in a row may miss the quorum before the run stops.
+        quarantine_after: a client whose replies were refused this many times in a row is not asked for a while;
+            0 never leaves one out.
+        quarantine_rounds: for how many rounds; one refusal after that puts it out again.
     """
 
     algorithm: str = Field(default="fedavg", min_length=1)
@@ -78,9 +82,12 @@ class FederationSettings(Section):
     clients_per_round: int = Field(default=0, ge=0)
     quorum: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    warm_up_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     parallel_clients: int = Field(default=1, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     max_failed_rounds: int = Field(default=3, ge=1)
+    quarantine_after: int = Field(default=3, ge=0)
+    quarantine_rounds: int = Field(default=10, ge=1)
 
     @field_validator("shared")
     @classmethod

@@ -136,10 +136,13 @@ def _left_out(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
     clients: dict[str, list[object]] = {}
     refused: Counter[str] = Counter()
     idle: dict[str, list[object]] = {}
+    out: dict[str, list[object]] = {}
     for row in rounds:
         refused.update(row.get("refused", {}))
         if not row.get("updated", True):
             idle.setdefault(str(row.get("reason", "no reason recorded")), []).append(row.get("round", "?"))
+        for client in row.get("quarantined", []):
+            out.setdefault(str(client), []).append(row.get("round", "?"))
         for client in row.get("clients", []):
             if client.get("status", "ok") != "ok":
                 status, reason = client["status"], client.get("reason")
@@ -149,6 +152,7 @@ def _left_out(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
     kinds: tuple[tuple[str, Mapping[str, Sequence[object]]], ...] = (
         ("Not counted", clients),
         ("Refused messages", {f"{code} {count}": [] for code, count in sorted(refused.items())}),
+        ("Not asked after repeated refusals", out),
         ("Rounds that left the model as it was", idle),
     )
     return [f"{title}, {arm}: {_with_rounds(found)}." for title, found in kinds if found]

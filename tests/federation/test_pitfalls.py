@@ -1,0 +1,193 @@
+"""What federated runs of others broke on, one test an id: rows B and C, as far as they concern the rounds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, forge, start_params
+
+from fednl.errors import DataError, FednlError, MessageError
+from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.checkpoint import load_round, read_tensors
+from fednl.federation.local import LocalPlan, learning_rate
+from fednl.federation.message import Message
+from fednl.federation.params import equal, finite, personal
+from fednl.federation.record import Validation
+from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.transport import InProcessTransport, Reply
+from fednl.federation.validate import check_update
+
+ONE_ROUND = TrainingSettings(rounds=1, local_steps=2)
+
+
+def test_b01_another_prefix_or_a_missing_key_is_refused_not_skipped() -> None:
+    expected = start_params()
+    prefixed = {f"base_model.model.{name}": tensor for name, tensor in expected.items()}
+    for params, code in ((prefixed, "unknown-name"), ({WRITE: expected[WRITE]}, "missing-name")):
+        with pytest.raises(MessageError) as caught:
+            check_update(Message(params, num_examples=1, client="ada"), expected, 0, "ada")
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize("shared", ["all", "memory"])
+def test_b02_gates_and_every_other_rule_train_travel_save_and_reload(tmp_path: Path, shared: str) -> None:
+    toy = Bench(tmp_path / "run", algorithm=ALGORITHMS["fedavg"](shared=shared))
+    transport = toy.transport()
+    params = toy.run(transport)
+    own = personal(params, transport.states()["cyd"])
+    assert all(not torch.equal(own[name], tensor) for name, tensor in start_params().items())
+    reloaded, _ = read_tensors(toy.path / "final/params.safetensors")
+    assert equal(reloaded, params)
+    checkpoint = load_round(toy.path / "checkpoints", 3)
+    assert equal(personal(reloaded, checkpoint.client_states["cyd"]), own)
+
+
+def test_b13_a_validation_without_a_number_is_no_best_and_no_silent_zero(tmp_path: Path) -> None:
+    losses = iter([float("nan"), 0.5, 0.4])
+    toy = Bench(tmp_path / "run")
+    toy.run(validate_round=lambda round, params: Validation.of_clients({"ada": 1.0, "bob": next(losses)}))
+    metrics = [row["metrics"] for row in toy.rows()]
+    assert [row.get("validation_loss") for row in metrics] == [None, 0.75, 0.7]
+    assert [row.get("validation_loss_worst") for row in metrics] == [None, 1.0, 1.0]
+    assert read_tensors(toy.path / "best/params.safetensors")[1] == {"round": 3}
+
+
+def test_b14_a_kill_in_the_middle_of_a_round_resumes_from_the_round_checkpoint(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(event: Any) -> None:
+        if event["event"] == "step" and event["round"] == 2:
+            raise Killed
+
+    toy, whole = Bench(tmp_path / "killed"), Bench(tmp_path / "whole")
+    with pytest.raises(Killed):
+        toy.run(on_event=kill)
+    assert equal(toy.run(), whole.run())
+
+
+def test_b17_the_schedule_follows_the_global_round_and_never_restarts() -> None:
+    training = TrainingSettings(rounds=4, local_steps=5, schedule="cosine", warmup_steps=3)
+    plans = [LocalPlan.of(training, round) for round in range(1, 5)]
+    rates = [learning_rate(plan, step) for plan in plans for step in range(5)]
+    peak = rates.index(max(rates))
+    assert peak in (2, 3)
+    assert all(a > b for a, b in zip(rates[peak + 1 :], rates[peak + 2 :], strict=False))
+    assert len(set(rates[peak + 1 :])) == len(rates) - peak - 1
+
+
+def test_c01_no_examples_anywhere_stops_before_round_one_or_keeps_the_rules(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "known", sizes={"ada": 0, "bob": 0}, training=ONE_ROUND)
+    with pytest.raises(DataError, match="None of the 2 clients"):
+        toy.run()
+    late = Bench(tmp_path / "unknown", sizes={"ada": 0, "bob": 0}, training=ONE_ROUND)
+    assert equal(late.run(InProcessTransport(late.endpoint(), ["ada", "bob"])), start_params())
+    assert late.rows()[0]["reason"] == "no client that was asked has examples"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_c02_one_bad_number_of_one_client_never_reaches_the_rules(tmp_path: Path, value: float) -> None:
+    def spoil(replies: list[Reply]) -> list[Reply]:
+        bad = {**start_params(), GATE: torch.tensor(value)}
+        return [forge(reply, params=bad) if reply.client == "bob" else reply for reply in replies]
+
+    toy = Bench(tmp_path / "run", training=ONE_ROUND)
+    assert finite(toy.run(toy.transport(spoil)))
+    assert toy.rows()[0]["refused"] == {"non-finite": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_c03_every_float_crosses_both_ways_with_its_dtype_and_bits(dtype: torch.dtype) -> None:
+    params = {
+        WRITE: torch.randn(5).to(dtype),
+        GATE: torch.zeros((), dtype=dtype),
+        PROJECTION: torch.empty(0, dtype=dtype),
+    }
+    there = Message.from_bytes(Message(params, num_examples=1).to_bytes())
+    assert equal(there.params, params)
+
+
+def test_c04_too_few_clients_end_in_a_sentence_with_the_numbers_not_in_waiting(tmp_path: Path) -> None:
+    settings = FederationSettings(quorum=4, deadline_s=0.05, max_failed_rounds=1)
+    toy = Bench(tmp_path / "run", settings=settings, training=ONE_ROUND)
+    started_s = time.monotonic()
+    with pytest.raises(FednlError, match='3 valid replies are fewer than quorum = 4, first "dan" \\(late\\)'):
+        toy.run(toy.transport(lambda replies: [reply for reply in replies if reply.client != "dan"]))
+    assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), True, 1])
+def test_c07_any_kind_of_number_is_a_metric_and_becomes_a_float(value: Any) -> None:
+    there = Message.from_bytes(Message({}, metrics={"loss": value}).to_bytes())
+    assert type(there.metrics["loss"]) is float
+    assert there.metrics["loss"] == float(value)
+
+
+def test_c08_the_mean_of_clients_metrics_and_each_one_are_there_without_asking(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "run", training=ONE_ROUND)
+    toy.run()
+    row = toy.rows()[0]
+    mean = sum(client["loss"] * client["num_examples"] for client in row["clients"]) / sum(SIZES.values())
+    assert row["metrics"]["train_loss"] == pytest.approx(mean)
+
+
+def test_c11_a_message_that_is_lost_for_ever_costs_one_deadline_not_the_run(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "run", settings=FederationSettings(deadline_s=30.0))
+    toy.run(toy.transport(lambda replies: replies[1:]))
+    assert [row["clients"][0]["status"] for row in toy.rows()] == ["late"] * 3
+    assert [row["updated"] for row in toy.rows()] == [True] * 3
+
+
+def test_c13_the_first_round_of_a_sitting_has_a_warm_up_allowance_and_later_ones_have_not(tmp_path: Path) -> None:
+    given: list[float | None] = []
+
+    class Noted(InProcessTransport):
+        def replies(self, deadline_s: float | None, on_progress: Any = None) -> Any:
+            given.append(deadline_s)
+            return super().replies(None, on_progress)
+
+    toy = Bench(tmp_path / "run", settings=FederationSettings(deadline_s=2.0, warm_up_s=60.0))
+    for stop_after in (2, None):
+        toy.run(Noted(toy.endpoint(), SIZES), stop_after=stop_after)
+    assert given == [62.0, 2.0, 62.0]
+
+
+def test_c14_the_first_failing_clients_reason_is_in_the_summary_and_its_private_words_are_not(tmp_path: Path) -> None:
+    def endpoint(client: str, *rest: Any) -> Any:
+        raise ValueError("patient Ada, born 1815")
+
+    toy = Bench(tmp_path / "run", settings=FederationSettings(max_failed_rounds=2))
+    with pytest.raises(FednlError, match=r'"ada" \(failed, ValueError, test_pitfalls.py:\d+\)') as caught:
+        toy.run(InProcessTransport(endpoint, SIZES))
+    assert "1815" not in str(caught.value) + (toy.path / "rounds.jsonl").read_text()
+    assert len(toy.rows()) == 2
+
+
+def test_c17_one_client_at_a_time_unless_asked_otherwise() -> None:
+    assert FederationSettings().parallel_clients == 1
+
+
+def test_c21_two_replies_under_one_name_count_once(tmp_path: Path) -> None:
+    toy, plain = Bench(tmp_path / "a", training=ONE_ROUND), Bench(tmp_path / "b", training=ONE_ROUND)
+    params = toy.run(toy.transport(lambda replies: [*replies, replace(replies[2], client="ada"), replies[0]]))
+    assert equal(params, plain.run())
+    assert toy.rows()[0]["refused"] == {"unknown-client": 1, "duplicate": 1}
+
+
+def test_c26_final_and_best_rules_are_there_by_default_and_names_do_not_collide(tmp_path: Path) -> None:
+    losses = {1: 0.2, 2: 0.9, 3: 0.8, 4: 0.7, 5: 0.6}
+    toy = Bench(
+        tmp_path / "run", sizes={"a/b": 2, "A/b": 3, "a b": 4}, training=TrainingSettings(rounds=5, local_steps=1)
+    )
+    toy.run(validate_round=lambda round, params: Validation({"loss": losses[round]}))
+    assert read_tensors(toy.path / "final/params.safetensors")[1] == {"round": 5}
+    assert read_tensors(toy.path / "best/params.safetensors")[1] == {"round": 1}
+    kept = sorted(path.name for path in (toy.path / "checkpoints").iterdir())
+    assert kept == ["round-1", "round-4", "round-5"]  # the best round's, with every client's private part
+    assert len(list((toy.path / "checkpoints/round-1").glob("client-*.safetensors"))) == 3
