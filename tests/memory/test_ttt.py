@@ -51,7 +51,8 @@ def run(rule: Any, inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
     total = sum((y * torch.randn(y.shape, generator=rng, dtype=torch.float64)).sum() for y in results[:3])
     names = [n for n in leaves if leaves[n].requires_grad]
     grads = torch.autograd.grad(total, [leaves[n] for n in names], materialize_grads=True)
-    return {"out": results[0].detach(), **dict(zip(CARRIED, results[1:], strict=True)), **dict(zip(names, grads))}
+    after = dict(zip(CARRIED, results[1:], strict=True))
+    return {"out": results[0].detach(), **after, **dict(zip(names, grads, strict=True))}
 
 
 def agree(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
