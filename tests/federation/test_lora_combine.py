@@ -38,7 +38,7 @@ def full(rank: int = 4, seed: int = 0) -> Params:
 def test_with_one_rank_for_all_it_is_the_rule_of_the_settings_to_the_bit(
     combine: CombineSettings, clients: list[tuple[int, int]]
 ) -> None:
-    ranked, plain = LoraCombiner(FedAvg(shared="all"), combine, full()), make_combiner(combine, full())
+    ranked, plain = LoraCombiner(FedAvg(shared="all"), combine, full(), 6), make_combiner(combine, full(), 6)
     for weight, seed in clients:
         for combiner in (ranked, plain):
             combiner.add(Message(full(seed=seed), num_examples=weight))
@@ -50,7 +50,7 @@ def test_with_one_rank_for_all_it_is_the_rule_of_the_settings_to_the_bit(
 
 
 def test_a_component_counts_once_for_those_who_have_it() -> None:
-    combiner, low, high = LoraCombiner(FedAvg(shared="all"), CombineSettings(), full(seed=9)), full(1, 1), full(3, 2)
+    combiner, low, high = LoraCombiner(FedAvg(shared="all"), CombineSettings(), full(seed=9), 3), full(1, 1), full(3, 2)
     combiner.add(Message(low, num_examples=3))
     combiner.add(Message(high, num_examples=1))
     combiner.add(Message(full(seed=3)))
@@ -68,7 +68,7 @@ def test_a_component_counts_once_for_those_who_have_it() -> None:
 
 def test_the_mean_product_is_handed_on_to_who_asks_for_it() -> None:
     combiner, one, other = (
-        LoraCombiner(FlexLora(shared="all"), CombineSettings(weights="uniform"), full()),
+        LoraCombiner(FlexLora(shared="all"), CombineSettings(weights="uniform"), full(), 2),
         full(1, 1),
         full(3, 2),
     )

@@ -77,8 +77,8 @@ def run_rounds(
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
     """
     names = _check_start(algorithm, transport, params, settings)
-    check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
+    check_exchange(exchange, settings, algorithm.traits.sends_extra, asked)
     fed = Federation(
         algorithm,
         transport,
@@ -139,7 +139,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared)
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
     ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     told = combiner.facts()

@@ -27,15 +27,16 @@ class LoraCombiner:
         algorithm: whose replies they are.
         settings: the `[combine]` section.
         shared: the shared rules that were sent out, of the server's rank.
+        asked: how many clients a round of this run asks.
 
     Source: ours; padding as HetLoRA (arXiv 2401.06432), section 3.
     """
 
-    def __init__(self, algorithm: FedAvg, settings: CombineSettings, shared: Params) -> None:
+    def __init__(self, algorithm: FedAvg, settings: CombineSettings, shared: Params, asked: int) -> None:
         self._like = algorithm.returns(shared)
         self._settings = settings
         self._hands_products_on = algorithm.traits.averages_products
-        self._inner = make_combiner(settings, self._like)
+        self._inner = make_combiner(settings, self._like, asked)
         self._products = ProductMean()
         self._held = {n: torch.zeros(len(t), dtype=torch.float64) for n, t in self._like.items() if rank_axis(n) == 0}
         self._weight = 0.0
