@@ -103,7 +103,7 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    for section in ("backbone", "lora", "training", "federation", "traffic", "combine", "run", "memory"):
+    for section in ("backbone", "lora", "training", "federation", "traffic", "combine", "privacy", "run", "memory"):
         mine, theirs = getattr(own, section), getattr(config, section)
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
