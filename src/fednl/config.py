@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.data.settings import DataSettings
+from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -50,6 +51,7 @@ class Config(BaseModel):
     Args:
         backbone: which frozen model.
         data: which task, which clients, how many examples.
+        tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
         lora: a low-rank adapter beside it; rank 0 is none.
         training: rounds, local steps, learning rate.
@@ -63,6 +65,7 @@ class Config(BaseModel):
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
+    tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
@@ -98,6 +101,11 @@ class Config(BaseModel):
             raise SettingsError(
                 f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
                 'set the rank to 1 or more, or algorithm = "fedavg".'
+            )
+        if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
+            raise SettingsError(
+                f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
+                f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
             )
         return config
 

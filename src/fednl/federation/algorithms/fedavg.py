@@ -28,6 +28,7 @@ class Traits:
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
+        needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
     """
 
     one_client_is_local: bool = True
@@ -35,6 +36,7 @@ class Traits:
     order_free: bool = True
     shares: bool = True
     needs_lora: bool = False
+    needs_tasks: bool = False
 
 
 class FedAvgSettings(Section):
