@@ -11,6 +11,7 @@ from typing import Literal
 
 from fednl.config import Config
 from fednl.federation.algorithms import ALGORITHMS, FedAvg
+from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.settings import TrainingSettings
 
 POOLED = "pooled"
@@ -94,6 +95,13 @@ def make_algorithm(config: Config, arm: str) -> FedAvg:
     if not kind.algorithm:
         return ALGORITHMS[config.federation.algorithm](config.method_settings, config.federation.shared)
     return ALGORITHMS[kind.algorithm](None, kind.shared)
+
+
+def exchange_of(config: Config, arm: str) -> Exchange:
+    """Gives how an arm's updates travel and become one: as the run's, where several clients share something."""
+    kind = TRAINED[arm]
+    shares = ALGORITHMS[kind.algorithm or config.federation.algorithm].traits.shares
+    return config.exchange if shares and not kind.pooled else PLAIN
 
 
 def training_of(config: Config, arm: str, clients: int) -> TrainingSettings:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, make_algorithm, training_of
+from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
 from fednl.config import Config
 from fednl.data import (
     NeedleExample,
@@ -35,10 +35,11 @@ from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteEr
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
-from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.local import LocalPlan
 from fednl.federation.loop import sample_clients
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
+from fednl.federation.sharing import take_part
 from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
 from fednl.memory import MemoryCache, MemoryConfig
@@ -230,6 +231,7 @@ class Bench:
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
         training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
+        exchange = exchange_of(self.config, arm)
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
@@ -237,7 +239,7 @@ class Bench:
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
             plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))
-            return train_locally(algorithm, problem, message, state, plan, on_progress)
+            return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
         return train
 

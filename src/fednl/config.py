@@ -22,6 +22,7 @@ from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
+from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
 from fednl.models.settings import BackboneSettings, LoraSettings
@@ -56,6 +57,8 @@ class Config(BaseModel):
         lora: a low-rank adapter beside it; rank 0 is none.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
+        traffic: how updates are written on the wire.
+        combine: how updates become one, and how far a client can move it.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
@@ -70,6 +73,8 @@ class Config(BaseModel):
     lora: LoraSettings = Field(default_factory=LoraSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)
+    traffic: TrafficSettings = Field(default_factory=TrafficSettings)
+    combine: CombineSettings = Field(default_factory=CombineSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
@@ -84,8 +89,8 @@ class Config(BaseModel):
             overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
 
         Raises:
-            SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm needs a
-                LoRA and there is none.
+            SettingsError: a section or key is unknown, a value is not one it can have, sections do not fit together,
+                or the algorithm needs a LoRA and there is none.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -107,6 +112,10 @@ class Config(BaseModel):
                 f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
                 f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
             )
+        try:
+            check_exchange(config.exchange, config.federation, ALGORITHMS[own].traits.sends_extra)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {error}") from None
         return config
 
     @staticmethod
@@ -127,6 +136,11 @@ class Config(BaseModel):
             raise SettingsError(f'{place}[federation] algorithm = "{name}" is unknown; {hint}')
         kind: type[BaseModel] = ALGORITHMS[name].Settings
         return kind
+
+    @property
+    def exchange(self) -> Exchange:
+        """How updates travel and how they become one."""
+        return Exchange(self.traffic, self.combine)
 
     @property
     def method_settings(self) -> BaseModel:

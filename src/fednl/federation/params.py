@@ -151,6 +151,19 @@ def norm(params: Mapping[str, torch.Tensor]) -> float:
     return float(sum(float(tensor.detach().double().square().sum()) for tensor in params.values()) ** 0.5)
 
 
+def shortened(params: Params, cap: float) -> Params:
+    """Gives params scaled to an L2 norm of at most `cap` over all tensors together; shorter ones come back as they are.
+
+    Args:
+        params: finite numbers.
+        cap: above 0.
+    """
+    length = norm(params)
+    if length <= cap:
+        return params
+    return {name: (tensor.double() * (cap / length)).to(tensor.dtype) for name, tensor in params.items()}
+
+
 def max_abs(params: Mapping[str, torch.Tensor]) -> float:
     """Gives the largest magnitude of any element; 0 for no elements."""
     return max((float(t.detach().abs().max()) for t in params.values() if t.numel()), default=0.0)

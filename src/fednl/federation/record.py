@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fednl.errors import CheckpointError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
@@ -82,6 +83,7 @@ class Federation:
     milestones: Collection[int] = ()
     first_round: int = 1
     """The first round of this sitting."""
+    exchange: Exchange = PLAIN
 
     @property
     def run_name(self) -> str:
@@ -115,13 +117,16 @@ class Federation:
             "quarantine": [self.settings.quarantine_after, self.settings.quarantine_rounds],
             "training": training,
             "seed": self.seed,
+            "exchange": self.exchange.changed(),
         }
 
 
-def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+def save(
+    fed: Federation, point: Point, ledger: Ledger, reason: str, told: Mapping[str, float], seconds_s: float
+) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    metrics: dict[str, float] = {**told} if loss is None else {"train_loss": loss, **told}
     rows = ledger.rows()
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))

@@ -27,6 +27,7 @@ class Traits:
         identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
+        sends_extra: messages carry tensors beside the rules.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
         needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
     """
@@ -35,6 +36,7 @@ class Traits:
     identical_clients_unchanged: bool = True
     order_free: bool = True
     shares: bool = True
+    sends_extra: bool = False
     needs_lora: bool = False
     needs_tasks: bool = False
 
