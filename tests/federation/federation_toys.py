@@ -12,10 +12,12 @@ import torch
 
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.combine import WeightedMean
-from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.exchange import PLAIN, Exchange
+from fednl.federation.local import LocalPlan
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.sharing import take_part
 from fednl.federation.transport import Endpoint, InProcessTransport, Reply
 from fednl.runs import Run
 from fednl.seeding import torch_rng
@@ -114,6 +116,7 @@ def toy_endpoint(
     sizes: Mapping[str, int],
     dtype: torch.dtype = torch.float32,
     task_rounds: int = 0,
+    exchange: Exchange = PLAIN,
 ) -> Endpoint:
     def endpoint(
         client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
@@ -121,7 +124,7 @@ def toy_endpoint(
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
         ends = f"task-{message.round}" if task_rounds and message.round % task_rounds == 0 else ""
         plan = LocalPlan.of(training, message.round, ends)
-        return train_locally(algorithm, problem, message, state, plan, on_progress)
+        return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
     return endpoint
 
@@ -171,6 +174,7 @@ class Bench:
     dtype: torch.dtype = torch.float32
     task_rounds: int = 0
     """Rounds after which a task ends; 0 for one task without an end."""
+    exchange: Exchange = PLAIN
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -179,7 +183,7 @@ class Bench:
         return Run(self.path)
 
     def endpoint(self) -> Endpoint:
-        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype, self.task_rounds)
+        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype, self.task_rounds, self.exchange)
 
     def transport(self, change: Callable[[list[Reply]], list[Reply]] = lambda replies: replies) -> Tampered:
         return Tampered(self.endpoint(), self.sizes, change)
@@ -188,6 +192,7 @@ class Bench:
         from fednl.federation.loop import run_rounds
 
         named.setdefault("on_event", self.events.append)
+        named.setdefault("exchange", self.exchange)
         return run_rounds(
             self.algorithm,
             transport or self.transport(),

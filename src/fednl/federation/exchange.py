@@ -39,10 +39,10 @@ class TrafficSettings(Section):
 class CombineSettings(Section):
     """How a round's updates become one, and how far a single client can move it.
 
-    A robust rule counts every client once and holds all updates of a round in memory. It withstands `attackers`
-    clients out of n >= 2 attackers + 3, and only while the honest updates resemble each other: among a few unlike
-    clients, `"median"` and `"trimmed-mean"` throw away what only one of them knows, and `"multi-krum"` leaves whole
-    clients out.
+    A robust rule counts every client once and holds all updates of a round in memory. It withstands `attackers` faulty
+    clients, those that are missing or refused included, out of n >= 2 attackers + 3 that are asked, and only while the
+    honest updates resemble each other: among a few unlike clients, `"median"` and `"trimmed-mean"` throw away what
+    only one of them knows, and `"multi-krum"` leaves whole clients out.
 
     Args:
         rule: `"mean"`, `"trimmed-mean"` (of every number without the `attackers` largest and smallest), `"median"` (of
@@ -62,7 +62,7 @@ class CombineSettings(Section):
 
     @property
     def fewest(self) -> int:
-        """How many updates with examples a round needs under this rule."""
+        """How many clients must be asked in a round under this rule."""
         return 1 if self.rule == "mean" else 2 * self.attackers + 3
 
     @property
@@ -91,13 +91,14 @@ PLAIN = Exchange()
 """Float32 both ways, weighted mean, nothing bounded."""
 
 
-def check_exchange(exchange: Exchange, federation: FederationSettings, sends_extra: bool) -> None:
+def check_exchange(exchange: Exchange, federation: FederationSettings, sends_extra: bool, asked: int = 0) -> None:
     """Refuses sections that cannot work together, before anything is loaded or asked.
 
     Args:
         exchange: the sections.
         federation: the `[federation]` section.
         sends_extra: whether the algorithm's messages carry tensors beside the shared rules.
+        asked: how many clients are asked in a round; 0 where that is not known yet.
 
     Raises:
         SettingsError: names the keys and the remedy.
@@ -110,8 +111,9 @@ def check_exchange(exchange: Exchange, federation: FederationSettings, sends_ext
             f'[federation] algorithm = "{federation.algorithm}" sends more than rules, which [combine] cannot bound: '
             'set rule = "mean" and norm-cap = 0, or another algorithm.'
         )
-    if federation.quorum < combine.fewest:
+    asked = asked or federation.clients_per_round
+    if 0 < asked < combine.fewest:
         raise SettingsError(
-            f'[combine] rule = "{combine.rule}" withstands attackers = {combine.attackers} only among '
-            f"{combine.fewest} or more clients: set [federation] quorum to at least {combine.fewest}."
+            f'[combine] rule = "{combine.rule}" withstands attackers = {combine.attackers} among {combine.fewest} or '
+            f'more clients, but {asked} are asked: lower attackers, or set rule = "mean".'
         )

@@ -76,8 +76,8 @@ def run_rounds(
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
     """
     names = _check_start(algorithm, transport, params, settings)
-    check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
+    check_exchange(exchange, settings, algorithm.traits.sends_extra, asked)
     fed = Federation(
         algorithm,
         transport,
@@ -138,7 +138,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner = make_combiner(fed.exchange.combine, shared)
+    combiner = make_combiner(fed.exchange.combine, shared, fed.asked_per_round)
     ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     fault = _why_no_quorum(fed, ledger)
