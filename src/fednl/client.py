@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
+from fednl.arms import POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
 from fednl.config import Config
 from fednl.data import (
     NeedleExample,
@@ -37,6 +37,7 @@ from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
 from fednl.federation.local import LocalPlan
 from fednl.federation.loop import sample_clients
+from fednl.federation.lora_ranks import padded
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.sharing import take_part
@@ -54,6 +55,7 @@ from fednl.memory.rules_file import (
 )
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.settings import DEFAULT_LORA_RANK
 from fednl.runs import Run
 from fednl.seeding import python_rng
 
@@ -125,7 +127,8 @@ class ClientProblem:
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
             gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
-        return loss.detach(), list(gradients)
+        own = (tensor.shape for tensor in params.values())  # a client's LoRA may have fewer components than the model's
+        return loss.detach(), [grad[tuple(map(slice, shape))] for grad, shape in zip(gradients, own, strict=True)]
 
 
 class Bench:
@@ -221,9 +224,12 @@ class Bench:
         return {name: tensor.clone() for name, tensor in self._start[setup].items()}
 
     def put(self, params: Params) -> dict[str, Tensor]:
-        """Copies values into the mounted setup's live parameters, and gives these by name."""
+        """Copies values into the mounted setup's live parameters, and gives these by name.
+
+        LoRA factors of a lower rank than the model's get zero components.
+        """
         live = self._live()
-        assign(live, params, "the params of this message")
+        assign(live, padded(params, live), "the params of this message")
         return live
 
     def endpoint(self, arm: str) -> Callable[..., tuple[Message, ClientState]]:

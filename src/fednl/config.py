@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_lora import check_lora
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
@@ -25,7 +26,7 @@ from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
-from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -90,7 +91,7 @@ class Config(BaseModel):
 
         Raises:
             SettingsError: a section or key is unknown, a value is not one it can have, sections do not fit together,
-                or the algorithm needs a LoRA and there is none.
+                or the algorithm and the LoRA do not.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -102,18 +103,16 @@ class Config(BaseModel):
         values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
         config = cls(**values, algorithm=dict(table.get(own, {})))
         check.section(own, kind_of_own, config.algorithm)
-        if ALGORITHMS[own].traits.needs_lora and config.lora.rank == 0:
-            raise SettingsError(
-                f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
-                'set the rank to 1 or more, or algorithm = "fedavg".'
-            )
         if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
                 f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
                 f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
             )
+        algorithm = ALGORITHMS[own](config.method_settings, config.federation.shared)
+        arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
-            check_exchange(config.exchange, config.federation, ALGORITHMS[own].traits.sends_extra)
+            check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
+            check_exchange(config.exchange, config.federation, algorithm.traits.sends_extra)
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None
         return config

@@ -195,7 +195,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
     settings = config.federation
     if kind.pooled:
-        settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1})
+        settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1, "lora_ranks": ()})
 
     def tell(event: Mapping[str, Any]) -> None:
         on_event({"arm": name, **event})

@@ -35,19 +35,21 @@ class Ledger:
     """Judges a round's replies, and keeps one row a client and the count of refusals by code.
 
     Args:
-        wanted: what a reply must be.
+        wanted: by client asked, what its reply must be.
         down_bytes: by client asked, the bytes serialised for it.
-        down_tensor_bytes: how many of these were tensors; the rest is counted as the container's.
+        down_tensor_bytes: by client asked, how many of these were tensors; the rest is counted as the container's.
     """
 
-    def __init__(self, wanted: Wanted, down_bytes: Mapping[str, int], down_tensor_bytes: int = 0) -> None:
+    def __init__(
+        self, wanted: Mapping[str, Wanted], down_bytes: Mapping[str, int], down_tensor_bytes: Mapping[str, int]
+    ) -> None:
         self._wanted = wanted
         # Until something better is known of it, a client has not answered in time.
         self._rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
                 "down_bytes": size,
-                "down_container_bytes": size - down_tensor_bytes,
+                "down_container_bytes": size - down_tensor_bytes[name],
                 "status": "late",
             }
             for name, size in down_bytes.items()
@@ -107,7 +109,7 @@ class Ledger:
             raise MessageError("unknown-client", "A reply came from a client that was not asked.")
         message = None
         if reply.status == "ok":
-            message = self._wanted.read(reply.payload, reply.client)
+            message = self._wanted[reply.client].read(reply.payload, reply.client)
         if reply.client in self._answered:
             raise MessageError("duplicate", f'Client "{reply.client}" has already answered.')
         return message

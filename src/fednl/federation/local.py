@@ -134,8 +134,8 @@ def train_locally(
     """
     _check_allowed(algorithm, received)
     if problem.num_examples == 0:
-        extra = copy(algorithm.extra(received.params))
-        return replace(received, extra=extra, num_examples=0, metrics={}, status="empty"), state
+        params, extra = copy(algorithm.returns(received.params)), copy(algorithm.extra(received.params))
+        return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status="empty"), state
     started_s = time.perf_counter()
     watched = _Watched(problem)
     params, new_state = algorithm.start(received, state, watched)

@@ -13,10 +13,11 @@ from fednl.federation.coding import encode
 from fednl.federation.combine import Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import Ledger
+from fednl.federation.lora_combine import LoraCombiner
+from fednl.federation.lora_ranks import Ranks, check_lora
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
-from fednl.federation.robust import make_combiner
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
 from fednl.federation.validate import Wanted
@@ -138,9 +139,10 @@ def _one_round(fed: Federation, point: Point) -> Point:
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner = make_combiner(fed.exchange.combine, shared, fed.asked_per_round)
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
     ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
+    told = combiner.facts()
     fault = _why_no_quorum(fed, ledger)
     reason = fault or combiner.fault()
     if not reason:
@@ -148,6 +150,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
+            told |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             fault = reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -158,7 +161,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         failed_rounds=point.failed_rounds + 1 if fault else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
     )
-    after = save(fed, after, ledger, reason, combiner.facts(), time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
@@ -169,11 +172,16 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
     number, shared = message.round, message.params
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
-    traffic = fed.exchange.traffic
-    message = encode(message, traffic.down, {}, {})[0]
-    down_bytes = {client: fed.transport.send(client, replace(message, client=client)) for client in asked}
-    wanted = Wanted(shared, fed.algorithm.extra(shared), number, fed.run_name, traffic.up_coding)
-    ledger = Ledger(wanted, down_bytes, message.tensor_bytes)
+    algorithm, traffic, ranks = fed.algorithm, fed.exchange.traffic, Ranks(fed.settings.lora_ranks)
+    down_bytes, tensor_bytes, wanted = {}, {}, {}
+    for client in asked:
+        offer = algorithm.offer(shared, ranks.of(client))
+        sent = encode(replace(message, params=offer, client=client), traffic.down, {}, {})[0]
+        down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
+        wanted[client] = Wanted(
+            algorithm.returns(offer), algorithm.extra(offer), number, fed.run_name, traffic.up_coding
+        )
+    ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
@@ -200,7 +208,9 @@ def _check_start(
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
-    return tuple(algorithm.shared(params))
+    names = tuple(algorithm.shared(params))
+    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    return names
 
 
 def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:

@@ -111,6 +111,7 @@ class Federation:
             "algorithm": type(self.algorithm).__name__,
             "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
             "shared": list(self.names),
+            "lora-ranks": list(self.settings.lora_ranks),
             "clients": self.transport.clients(),
             "clients-per-round": self.asked_per_round,
             "quorum": self.settings.quorum,

@@ -40,4 +40,5 @@ def take_part(
     opened = decode(received)
     reply, new_state = train_locally(algorithm, problem, opened, state, plan, on_step)
     traffic = exchange.traffic
-    return encode(reply, traffic.up_coding, opened.params, new_state, traffic.error_feedback)
+    start = algorithm.returns(opened.params)
+    return encode(reply, traffic.up_coding, start, new_state, traffic.error_feedback)

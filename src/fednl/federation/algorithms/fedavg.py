@@ -30,6 +30,9 @@ class Traits:
         sends_extra: messages carry tensors beside the rules.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
         needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
+        averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
+            holds as factors under their own names; a rule that does not average cannot give it.
+        renews_factors: its LoRA factors are others every round, so nothing may be kept for single numbers of them.
     """
 
     one_client_is_local: bool = True
@@ -39,6 +42,8 @@ class Traits:
     sends_extra: bool = False
     needs_lora: bool = False
     needs_tasks: bool = False
+    averages_products: bool = False
+    renews_factors: bool = False
 
 
 class FedAvgSettings(Section):
@@ -95,6 +100,33 @@ class FedAvg:
             server_state: the server's own tensors; empty at first.
         """
         return {}
+
+    def client_rank(self, rank: int) -> int:
+        """Gives how many components of a LoRA a client trains at most; here all of them.
+
+        Args:
+            rank: `lora.rank`.
+        """
+        return rank
+
+    def offer(self, params: Params, rank: int | None) -> Params:
+        """Gives the shared rules as a client with a LoRA of another rank gets them; here its leading components.
+
+        Args:
+            params: the shared rules that go out.
+            rank: the client's rank; None for that of the server.
+        """
+        from fednl.federation.lora_ranks import cut
+
+        return cut(params, rank)
+
+    def returns(self, params: Params) -> Params:
+        """Gives a tensor of the name, shape and dtype of each that a reply carries as rules; here what was sent.
+
+        Args:
+            params: what the client got.
+        """
+        return dict(params)
 
     def trainable(self, names: Iterable[str]) -> list[str]:
         """Lists the names that local steps move, sorted; here all of them.
@@ -193,3 +225,20 @@ class FedAvg:
             server_state: the server's own tensors from the round before; empty at first.
         """
         return dict(combined.params), server_state
+
+    def measure(self, sent: Params, combined: Message, new: Params, products: Params) -> dict[str, float]:
+        """Measures a server step for the round's row; here what averaging LoRA's factors one by one misses.
+
+        Args:
+            sent: the shared rules that were sent out.
+            combined: the combined replies.
+            new: what `server_step` made of them.
+            products: the mean of the clients' products B A, as factors under their own names, any rank; empty where
+                no pair of factors travels.
+
+        Returns:
+            `lora_error` and `lora_error_of_update`, see `fednl.federation.lora_products.errors`.
+        """
+        from fednl.federation.lora_products import errors
+
+        return errors(products, combined.params, sent)
