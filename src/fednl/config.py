@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_lora import check_lora
 from fednl.data.settings import DataSettings
+from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
@@ -52,6 +53,7 @@ class Config(BaseModel):
     Args:
         backbone: which frozen model.
         data: which task, which clients, how many examples.
+        tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
         lora: a low-rank adapter beside it; rank 0 is none.
         training: rounds, local steps, learning rate.
@@ -68,6 +70,7 @@ class Config(BaseModel):
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
+    tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
@@ -102,6 +105,11 @@ class Config(BaseModel):
         values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
         config = cls(**values, algorithm=dict(table.get(own, {})))
         check.section(own, kind_of_own, config.algorithm)
+        if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
+            raise SettingsError(
+                f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
+                f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
+            )
         algorithm = ALGORITHMS[own](config.method_settings, config.federation.shared)
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:

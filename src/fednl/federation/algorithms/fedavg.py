@@ -29,6 +29,7 @@ class Traits:
         shares: something travels at all.
         sends_extra: messages carry tensors beside the rules.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
+        needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
         averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
             holds as factors under their own names; a rule that does not average cannot give it.
         renews_factors: its LoRA factors are others every round, so nothing may be kept for single numbers of them.
@@ -40,6 +41,7 @@ class Traits:
     shares: bool = True
     sends_extra: bool = False
     needs_lora: bool = False
+    needs_tasks: bool = False
     averages_products: bool = False
     renews_factors: bool = False
 
