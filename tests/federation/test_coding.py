@@ -9,12 +9,12 @@ import torch
 from federation_toys import SIZES, Bench, start_params
 
 from fednl.errors import MessageError, SettingsError
-from fednl.federation.algorithms.fedavg import Traits
 from fednl.federation.coding import CODINGS, SCALES, decode, encode, wire_layout
 from fednl.federation.exchange import Exchange, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.traits import Traits
 from fednl.federation.validate import Wanted
 
 # The largest error of one number, as a part of the largest number of its tensor.

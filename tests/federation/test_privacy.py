@@ -11,12 +11,13 @@ import torch
 from federation_toys import GATE, PROJECTION, WRITE, Bench, forge, start_params
 
 from fednl.errors import SettingsError
-from fednl.federation.algorithms.fedavg import FedAvg, Traits
+from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, subtract
 from fednl.federation.privacy import PrivateRound, PrivateSum, Spent, begin_privacy, epsilon_of, noisy, spent_epsilon
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.traits import Traits
 from fednl.federation.transport import Reply
 
 needs_accounting = pytest.mark.skipif(

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednl.errors import SettingsError
-from fednl.federation.algorithms.fedavg import Traits
 from fednl.federation.combine import Mean, weight_of, within
 from fednl.federation.exchange import ROBUST, CombineSettings, Exchange, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, shortened, subtract
 from fednl.federation.robust import RULES, Robust, krum_order, make_combiner, median, multi_krum, trimmed_mean
 from fednl.federation.settings import FederationSettings
+from fednl.federation.traits import Traits
 
 numbers = st.floats(-1e6, 1e6, width=32)
 

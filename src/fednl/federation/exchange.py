@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from fednl.errors import SettingsError
 from fednl.federation.settings import FederationSettings, Section
-
-if TYPE_CHECKING:
-    from fednl.federation.algorithms.fedavg import Traits
+from fednl.federation.traits import Traits
 
 ROBUST = ("trimmed-mean", "median", "multi-krum")
 
