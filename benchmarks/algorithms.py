@@ -5,8 +5,9 @@
 
 Trains each method at every local learning rate of one grid, picks the rate by the validation loss of the last round,
 and only then reads the test questions, with the picked rules. Each (method, rate) is an ordinary run in its own folder:
-whatever stopped the command, the same command goes on. Prints Markdown: accuracy and nats with 95% intervals, the lag
-behind the same number of steps on pooled data, seconds, bytes; then, from `--streams`, forgetting and backward transfer.
+whatever stopped the command, the same command goes on. The pooled learner, a yardstick and no method, answers at every
+rate, and its rate is picked by validation all the same. Prints Markdown: accuracy and nats with 95% intervals, the lag
+behind as many steps on pooled data, seconds and bytes; then forgetting and backward transfer on the stream.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +61,54 @@ STREAM_METHODS: dict[str, tuple[str, ...]] = {
 """The same for the stream of three tasks."""
 
 
-def settings(name: str, rate: float, given: Sequence[str], own: Sequence[str]) -> Config:
-    """The settings of one method at one learning rate; what the command line sets wins."""
-    algorithm = name.partition(",")[0]
-    return load_config(
-        "configs/algorithms.toml",
-        [f"federation.algorithm={algorithm}", *own, f"training.local-lr={rate}", *given],
-    )
+@dataclass(frozen=True)
+class Bench:
+    """What all methods of one table share.
+
+    Attributes:
+        out: the folder of their runs.
+        grid: local learning rates.
+        given: settings from the command line; they win over all others.
+        own: settings of this table.
+        methods: settings by method.
+    """
+
+    out: Path
+    grid: Sequence[float]
+    given: Sequence[str]
+    own: Sequence[str]
+    methods: Mapping[str, Sequence[str]]
+
+    def config(self, name: str, rate: float, arms: Sequence[str]) -> Config:
+        """The settings of one method at one learning rate, measured in some arms."""
+        algorithm = f"federation.algorithm={name.partition(',')[0]}"
+        sets = [algorithm, *self.methods[name], *self.own, f"training.local-lr={rate}", *self.given]
+        return load_config("configs/algorithms.toml", [*sets, f"evaluation.arms={json.dumps(list(arms))}"])
+
+    def run(self, name: str, rate: float, arms: Sequence[str]) -> Run:
+        """The run of one method at one learning rate: made, gone on with, or as it is."""
+        config = self.config(name, rate, arms)
+        folder = self.out / name.replace(", ", "-").replace(" ", "-") / f"lr-{rate:g}"
+        if not (folder / "config.json").exists():
+            return train(config, folder, told(folder))
+        run = Run.open(folder)
+        if run.read_json("config.json") != json.loads(config.to_json()):
+            run.write_json("config.json", config.to_dict())  # arms may change; whatever it was trained with may not
+        return run if is_done(run, config) else resume(folder, told(folder))
+
+    def best_rate(self, name: str, arms: Sequence[str] = (), folder: str = "") -> float:
+        """Trains a method at every rate, and picks the one with the lowest validation loss at the end."""
+        losses = {rate: last_validation(self.run(name, rate, arms), folder) for rate in self.grid}
+        return min(losses, key=losses.__getitem__)
 
 
-def run_of(folder: Path, config: Config, arms: Sequence[str]) -> Run:
-    """The run of one method and rate with these arms measured: made, gone on with, or as it is."""
-    wanted = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"arms": tuple(arms)})})
-    if not (folder / "config.json").exists():
-        return train(wanted, folder, told(folder))
-    run = Run.open(folder)
-    if run.read_json("config.json") != json.loads(wanted.to_json()):
-        run.write_json("config.json", wanted.to_dict())  # arms may change; a run refuses whatever it was trained with
-    rows = run.read_json("results/needles.json")["rows"] if (folder / "results/needles.json").exists() else []
-    done = (folder / "finished.json").exists() and set(arms) <= {row["method"] for row in rows}
-    return run if done else resume(folder, told(folder))
+def is_done(run: Run, config: Config) -> bool:
+    """Whether a run has its rounds, and its arms are measured."""
+    needed = ["results/needles.json", *(["results/stream.json"] if config.tasks.order else [])]
+    if not all((run.path / name).exists() for name in ["finished.json", *needed]):
+        return False
+    measured = [{row["method"] for row in run.read_json(name)["rows"]} for name in needed]
+    return all(set(config.evaluation.arms) <= found for found in measured)
 
 
 def told(folder: Path) -> Any:
@@ -101,8 +131,9 @@ def last_validation(run: Run, folder: str = "") -> float:
 def macro(run: Run, arm: str, metric: str) -> dict[str, Any]:
     """The macro row of an arm."""
     rows = run.read_json("results/needles.json")["rows"]
-    found = (r for r in rows if (r["method"], r["client"], r["metric"]) == (arm, "macro", metric))
-    row: dict[str, Any] = next(found)
+    row: dict[str, Any] = next(
+        row for row in rows if (row["method"], row["client"], row["metric"]) == (arm, "macro", metric)
+    )
     return row
 
 
@@ -112,111 +143,90 @@ def cell(row: Mapping[str, Any], scale: float, form: str) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def traffic(run: Run, folder: str = "") -> tuple[float, float, float]:
-    """Seconds of all rounds, and mean bytes of a client in a round, up and down."""
+def answers(run: Run, arm: str) -> list[str]:
+    """The cells of right answers and of cross-entropy."""
+    return [cell(macro(run, arm, "candidates"), 100, ".1f"), cell(macro(run, arm, "nats_per_token"), 1, ".2f")]
+
+
+def costs(run: Run, folder: str) -> list[str]:
+    """The cells of seconds in all rounds, and of mean bytes of a client in a round, up and down."""
     rounds = run.read_jsonl(f"{folder}rounds.jsonl")
     clients = [client for row in rounds for client in row["clients"]]
-    up, down = (sum(client.get(key, 0) for client in clients) / len(clients) for key in ("up_bytes", "down_bytes"))
-    return sum(row["seconds_s"] for row in rounds), up, down
+    sizes = [sum(client.get(key, 0) for client in clients) / len(clients) for key in ("up_bytes", "down_bytes")]
+    return [f"{number:,.0f}" for number in (sum(row["seconds_s"] for row in rounds), *sizes)]
 
 
-def pick(
-    out: Path, name: str, grid: Sequence[float], given: Sequence[str], own: Sequence[str], arms: Sequence[str]
-) -> dict[float, Run]:
-    """Trains a method at every rate; gives the runs by rate."""
-    slug = name.replace(", ", "-").replace(" ", "-")
-    return {rate: run_of(out / slug / f"lr-{rate:g}", settings(name, rate, given, own), arms) for rate in grid}
+def table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *body])
 
 
-def compare(out: Path, names: Sequence[str], grid: Sequence[float], given: Sequence[str]) -> list[str]:
-    """The first table."""
-    lines = [
-        "| method | local lr | validation, nats | right of four, % | nats/token | lag behind pooled, nats | seconds | up, B | down, B |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    pooled_nats, rows = math.nan, []
+def compare(bench: Bench, names: Sequence[str]) -> str:
+    """The first table; with FedAvg among the methods also the pooled learner and what there is without training."""
+    pooled, body = math.nan, []
     for name in names:
-        arms = ["pooled"] if name == "fedavg" else []  # an arm is trained where it is measured
-        runs = pick(out / "single", name, grid, given, METHODS[name], arms)
-        chosen = min(runs, key=lambda rate: last_validation(runs[rate]))
-        shown = [("federated", chosen, "")]
-        if name == "fedavg":
-            best = min(runs, key=lambda rate: last_validation(runs[rate], "arms/pooled/"))
-            pooled_nats = macro(runs[best], "pooled", "nats_per_token")["value"]
-            shown.append(("pooled", best, "arms/pooled/"))
-        for arm, rate, folder in shown:
-            config = settings(name, rate, given, METHODS[name])
-            run = run_of(runs[rate].path, config, [*arms, "federated", *(["window-only"] if name == "fedavg" else [])])
-            rows.append((name if arm == "federated" else arm, rate, run, arm, folder))
-    for name, rate, run, arm, folder in rows:
-        nats = macro(run, arm, "nats_per_token")
-        seconds, up, down = traffic(run, folder)
-        lag = f"{nats['value'] - pooled_nats:+.2f}" if arm != "pooled" and math.isfinite(pooled_nats) else "-"
-        accuracy = cell(macro(run, arm, "candidates"), 100, ".1f")
-        lines.append(
-            f"| {name} | {rate:g} | {last_validation(run, folder):.3f} | {accuracy} | {cell(nats, 1, '.2f')} | {lag} "
-            f"| {seconds:,.0f} | {up:,.0f} | {down:,.0f} |"
-        )
-        if name == "fedavg":
-            window = (
-                cell(macro(run, "window-only", m), s, f)
-                for m, s, f in (("candidates", 100, ".1f"), ("nats_per_token", 1, ".2f"))
-            )
-            lines.append(f"| window only, untrained | - | - | {' | '.join(window)} | - | - | - | - |")
-    n = macro(rows[0][2], rows[0][3], "candidates")["n"]
-    return [
-        *lines,
-        "",
-        f"n = {n} questions, macro over clients, chance 25%; pooled takes every client's steps of a round.",
-    ]
+        trained = ["pooled"] if name == "fedavg" else []  # an arm is trained where it is measured
+        rate = bench.best_rate(name, trained)
+        run = bench.run(name, rate, ["federated", *(["window-only"] if trained else []), *trained])
+        if trained:
+            best = bench.best_rate(name, trained, "arms/pooled/")
+            other = bench.run(name, best, trained) if best != rate else run
+            pooled = macro(other, "pooled", "nats_per_token")["value"]
+            own = [f"{best:g}", f"{last_validation(other, 'arms/pooled/'):.3f}"]
+            body.append(["window only, untrained", "-", "-", *answers(run, "window-only"), *["-"] * 4])
+            body.append(["pooled data", *own, *answers(other, "pooled"), "-", *costs(other, "arms/pooled/")])
+        lag = macro(run, "federated", "nats_per_token")["value"] - pooled
+        own = [f"{rate:g}", f"{last_validation(run):.3f}", *answers(run, "federated")]
+        body.append([name, *own, f"{lag:+.2f}" if math.isfinite(lag) else "-", *costs(run, "")])
+    n = macro(run, "federated", "candidates")["n"]
+    columns = ["method", "local lr", "validation, nats", "right of four, %", "nats/token", "lag behind pooled, nats"]
+    after = f"n = {n} questions, macro over clients, chance 25%; bytes are of a client in a round."
+    return f"{table([*columns, 'seconds', 'bytes up', 'bytes down'], body)}\n\n{after}"
 
 
-def streams(
-    out: Path, names: Sequence[str], grid: Sequence[float], given: Sequence[str], rounds_per_task: int
-) -> list[str]:
+def streams(bench: Bench, names: Sequence[str]) -> str:
     """The second table."""
-    own = (*STREAM, f"tasks.rounds-per-task={rounds_per_task}", f"training.rounds={3 * rounds_per_task}")
-    given = [one for one in given if not one.startswith(("training.rounds=", "data.clients="))]
-    lines = [
-        "| method | local lr | validation, nats | forgetting, pp | backward transfer, pp | forgetting, nats | backward transfer, nats | last, nats |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    n = 0
+    body = []
     for name in names:
-        method = (*STREAM_METHODS[name], *own)
-        runs = pick(out / "stream", name, grid, given, method, [])
-        rate = min(runs, key=lambda one: last_validation(runs[one]))
-        run = run_of(runs[rate].path, settings(name, rate, given, method), ["federated"])
-        rows = {(r["metric"], r["of"]): r for r in run.read_json("results/stream.json")["rows"] if "of" in r}
-        n = rows["forgetting", "candidates"]["n"]
+        rate = bench.best_rate(name)
+        run = bench.run(name, rate, ["federated"])
+        rows = {(row["metric"], row["of"]): row for row in run.read_json("results/stream.json")["rows"] if "of" in row}
         cells = [cell(rows[what, "candidates"], 100, "+.1f") for what in ("forgetting", "backward_transfer")]
         cells += [cell(rows[what, "nats_per_token"], 1, "+.2f") for what in ("forgetting", "backward_transfer")]
-        cells.append(cell(macro(run, "federated", "nats_per_token"), 1, ".2f"))
-        lines.append(f"| {name} | {rate:g} | {last_validation(run):.3f} | {' | '.join(cells)} |")
-    return [*lines, "", f"n = {n} paired questions of the first two tasks; last: all three tasks after the third."]
+        body.append([name, f"{rate:g}", f"{last_validation(run):.3f}", *answers(run, "federated"), *cells])
+    columns = ["method", "local lr", "validation, nats", "all tasks at the end, %", "nats/token", "forgetting, pp"]
+    columns += ["backward transfer, pp", "forgetting, nats", "backward transfer, nats"]
+    n = rows["forgetting", "candidates"]["n"], macro(run, "federated", "candidates")["n"]
+    return f"{table(columns, body)}\n\nn = {n[1]} questions at the end, {n[0]} pairs of the first two tasks."
+
+
+def listed(words: str, known: Mapping[str, object]) -> list[str]:
+    """The methods that an option names, separated by semicolons; FedAvg first, as its runs hold the pooled learner."""
+    names = [word.strip() for word in words.split(";") if word.strip() and word.strip() != "none"]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"no method {unknown[0]!r}; choose among {'; '.join(known)}")
+    return sorted(names, key=lambda name: name != "fedavg")
 
 
 def main() -> None:
     """Trains what is missing, then prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the runs are kept; the same folder goes on")
-    parser.add_argument("--only", default="", help="methods of the first table, separated by semicolons")
-    parser.add_argument(
-        "--streams", default=";".join(STREAM_METHODS), help="the same for the stream; none leaves it out"
-    )
+    parser.add_argument("--only", default=";".join(METHODS), help="methods of the first table; none leaves it out")
+    parser.add_argument("--streams", default=";".join(STREAM_METHODS), help="the same of the second")
     parser.add_argument("--grid", default=",".join(f"{rate:g}" for rate in GRID), help="local learning rates")
     parser.add_argument("--rounds-per-task", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     grid = [float(rate) for rate in args.grid.split(",")]
-    names = [name.strip() for name in args.only.split(";") if name.strip()] or list(METHODS)
-    ordered = [name for name in names if name in METHODS and name != "none"]
-    if "fedavg" in ordered:  # its runs hold the pooled learner, which the others are compared with
-        ordered = ["fedavg", *(name for name in ordered if name != "fedavg")]
-    print("\n".join(compare(args.out, ordered, grid, args.set)))
-    chosen = [name.strip() for name in args.streams.split(";") if name.strip() and name.strip() != "none"]
-    if chosen:
-        print("\n" + "\n".join(streams(args.out, chosen, grid, args.set, args.rounds_per_task)))
+    single, stream = listed(args.only, METHODS), listed(args.streams, STREAM_METHODS)
+    if single:
+        print(compare(Bench(args.out / "single", grid, args.set, (), METHODS), single), flush=True)
+    if stream:
+        rounds = args.rounds_per_task
+        own = (*STREAM, f"tasks.rounds-per-task={rounds}", f"training.rounds={3 * rounds}")
+        given = [one for one in args.set if not one.startswith(("training.rounds=", "data.clients="))]
+        print("\n" + streams(Bench(args.out / "stream", grid, given, own, STREAM_METHODS), stream))
 
 
 if __name__ == "__main__":
