@@ -23,7 +23,7 @@ from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
-from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
+from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
@@ -60,6 +60,7 @@ class Config(BaseModel):
         federation: the algorithm, what is shared, who takes part.
         traffic: how updates are written on the wire.
         combine: how updates become one, and how far a client can move it.
+        privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
@@ -76,6 +77,7 @@ class Config(BaseModel):
     federation: FederationSettings = Field(default_factory=FederationSettings)
     traffic: TrafficSettings = Field(default_factory=TrafficSettings)
     combine: CombineSettings = Field(default_factory=CombineSettings)
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
@@ -112,7 +114,7 @@ class Config(BaseModel):
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
             check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
-            check_exchange(config.exchange, config.federation, algorithm.traits.sends_extra)
+            check_exchange(config.exchange, config.federation, algorithm.traits)
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None
         return config
@@ -138,8 +140,8 @@ class Config(BaseModel):
 
     @property
     def exchange(self) -> Exchange:
-        """How updates travel and how they become one."""
-        return Exchange(self.traffic, self.combine)
+        """How updates travel, become one and are hidden."""
+        return Exchange(self.traffic, self.combine, self.privacy)
 
     @property
     def method_settings(self) -> BaseModel:

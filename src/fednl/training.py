@@ -104,7 +104,8 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    for section in ("backbone", "tasks", "lora", "training", "federation", "traffic", "combine", "run", "memory"):
+    fixed = ("backbone", "tasks", "lora", "training", "federation", "traffic", "combine", "privacy", "run", "memory")
+    for section in fixed:
         mine, theirs = getattr(own, section), getattr(config, section)
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})

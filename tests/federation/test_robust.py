@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednl.errors import SettingsError
+from fednl.federation.algorithms.fedavg import Traits
 from fednl.federation.combine import Mean, weight_of, within
 from fednl.federation.exchange import ROBUST, CombineSettings, Exchange, check_exchange
 from fednl.federation.message import Message
@@ -155,4 +156,4 @@ def test_settings_that_cannot_hold_are_refused(
     combine: CombineSettings, sends_extra: bool, asked: int, words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):
-        check_exchange(Exchange(combine=combine), FederationSettings(), sends_extra, asked)
+        check_exchange(Exchange(combine=combine), FederationSettings(), Traits(sends_extra=sends_extra), asked)
