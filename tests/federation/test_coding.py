@@ -14,6 +14,7 @@ from fednl.federation.exchange import Exchange, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.traits import Traits
 from fednl.federation.validate import Wanted
 
 # The largest error of one number, as a part of the largest number of its tensor.
@@ -185,7 +186,7 @@ def test_the_server_keeps_full_precision_where_changes_come_up(tmp_path: Path) -
 
 def test_int8_of_values_is_refused() -> None:
     with pytest.raises(SettingsError, match='content = "deltas"'):
-        check_exchange(Exchange(TrafficSettings(up="int8")), FederationSettings(), False, len(SIZES))
+        check_exchange(Exchange(TrafficSettings(up="int8")), FederationSettings(), Traits(), len(SIZES))
 
 
 def test_a_run_with_feedback_resumes_to_the_bit(tmp_path: Path) -> None:

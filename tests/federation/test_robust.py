@@ -15,6 +15,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, shortened, subtract
 from fednl.federation.robust import RULES, Robust, krum_order, make_combiner, median, multi_krum, trimmed_mean
 from fednl.federation.settings import FederationSettings
+from fednl.federation.traits import Traits
 
 numbers = st.floats(-1e6, 1e6, width=32)
 
@@ -155,4 +156,4 @@ def test_settings_that_cannot_hold_are_refused(
     combine: CombineSettings, sends_extra: bool, asked: int, words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):
-        check_exchange(Exchange(combine=combine), FederationSettings(), sends_extra, asked)
+        check_exchange(Exchange(combine=combine), FederationSettings(), Traits(sends_extra=sends_extra), asked)

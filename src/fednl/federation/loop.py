@@ -17,6 +17,7 @@ from fednl.federation.lora_combine import LoraCombiner
 from fednl.federation.lora_ranks import Ranks, check_lora
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
+from fednl.federation.privacy import PrivateRound, PrivateSum, spent_epsilon
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
@@ -67,8 +68,8 @@ def run_rounds(
         `transport.states()`, see `fednl.federation.params.personal`.
 
     Raises:
-        SettingsError: `shared` matches nothing, more clients are asked for than there are, or parts of `exchange` do
-            not fit together.
+        SettingsError: `shared` matches nothing, more clients are asked for than there are, parts of `exchange` do
+            not fit together, or its first round would spend more than the budget.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
         FednlError: too many rounds in a row without a quorum, or no round that had one.
@@ -78,7 +79,7 @@ def run_rounds(
     """
     names = _check_start(algorithm, transport, params, settings)
     asked = settings.clients_per_round or len(transport.clients())
-    check_exchange(exchange, settings, algorithm.traits.sends_extra, asked)
+    check_exchange(exchange, settings, algorithm.traits, asked)
     fed = Federation(
         algorithm,
         transport,
@@ -98,7 +99,7 @@ def run_rounds(
     fed = replace(fed, first_round=point.round + 1)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
-        while point.round < last:
+        while point.round < last and not _budget_is_spent(fed, point):
             point = _one_round(fed, point)
     except KeyboardInterrupt:
         write_final(fed, point)
@@ -137,12 +138,22 @@ def _one_round(fed: Federation, point: Point) -> Point:
     started_s, number = time.perf_counter(), point.round + 1
     free = point.conduct.free(fed.transport.clients(), number)
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
+    private = _private(fed, point)
+    if private is not None:
+        asked = private.draw(free, asked)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    combiner: LoraCombiner | PrivateSum
+    if private is not None and private.sum is not None:
+        combiner = private.sum.starting_from(shared)
+    else:
+        combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
     ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
-    told = combiner.facts()
+    told, spent = combiner.facts(), None
+    if private is not None:
+        spent = private.after(asked)
+        told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
     fault = _why_no_quorum(fed, ledger)
     reason = fault or combiner.fault()
     if not reason:
@@ -160,6 +171,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
+        spent=spent,
     )
     after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
@@ -192,6 +204,32 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
     for due in queue.rest():
         combiner.add(due)
     return ledger
+
+
+def _private(fed: Federation, point: Point) -> PrivateRound | None:
+    """The next round under noise; None without."""
+    if point.spent is None:
+        return None
+    clients = fed.transport.clients()
+    return PrivateRound(fed.exchange.privacy, point.spent, clients, fed.asked_per_round, point.round + 1)
+
+
+def _budget_is_spent(fed: Federation, point: Point) -> bool:
+    """Whether the next round would cost more than the budget; says so, and refuses a budget too small for any."""
+    budget, private = fed.exchange.privacy.epsilon, _private(fed, point)
+    if private is None or not budget or (cost := private.cost()) <= budget:
+        return False
+    if point.round == 0:
+        raise SettingsError(
+            f"[privacy] epsilon = {budget:g}, but the first round alone costs {cost:.3g}: raise noise-multiplier or "
+            "the budget."
+        )
+    fed.tell(
+        "note",
+        text=f"stopped after round {point.round} of {fed.training.rounds}, as the next would make epsilon {cost:.3g}, "
+        f"more than the budget of {budget:g}",
+    )
+    return True
 
 
 def _check_start(

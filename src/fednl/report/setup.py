@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fednl.errors import CheckpointError
 from fednl.evaluation.settings import ARMS
+from fednl.report.stream import one_task_line
 from fednl.report.words import escape, markdown_table, megabytes, number, where
 from fednl.runs import Run
 
@@ -31,6 +32,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
         f"Memory: {_memory(_section(config, 'memory'))}",
         f"Data: {_data(_section(config, 'data'), facts)}",
         f"Training: {_training(config)}",
+        *one_task_line(config),
         f"Made with: {_software(environment)}",
     ]
     return [f"- {line}" for line in [*lines, *problems, *missing]]
@@ -221,6 +223,8 @@ def _data(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
+    if data.get("imbalance", 1) > 1:
+        parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
     parts.append(f"examples per client: {', '.join(counts)}" if counts else "")
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"

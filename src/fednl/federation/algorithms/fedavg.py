@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
 from fednl.federation.settings import Section
+from fednl.federation.traits import Traits as Traits
 
 if TYPE_CHECKING:  # a settings file is checked without torch
     import torch
@@ -16,32 +16,6 @@ if TYPE_CHECKING:  # a settings file is checked without torch
     from fednl.federation.local import Problem
     from fednl.federation.message import Message
     from fednl.federation.params import ClientState, Params
-
-
-@dataclass(frozen=True)
-class Traits:
-    """Which laws hold for an algorithm, so that one suite of tests can check each where it applies, and what it needs.
-
-    Args:
-        one_client_is_local: with one client, a run equals the same steps without federation, bit for bit.
-        identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
-        order_free: neither the order of clients nor of their replies changes a bit.
-        shares: something travels at all.
-        sends_extra: messages carry tensors beside the rules.
-        needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
-        averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
-            holds as factors under their own names; a rule that does not average cannot give it.
-        renews_factors: its LoRA factors are others every round, so nothing may be kept for single numbers of them.
-    """
-
-    one_client_is_local: bool = True
-    identical_clients_unchanged: bool = True
-    order_free: bool = True
-    shares: bool = True
-    sends_extra: bool = False
-    needs_lora: bool = False
-    averages_products: bool = False
-    renews_factors: bool = False
 
 
 class FedAvgSettings(Section):
