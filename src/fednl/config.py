@@ -18,12 +18,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.data import task_settings
 from fednl.data.settings import DataSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
-from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.models.settings import BackboneSettings, ContextVectorSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -44,6 +45,13 @@ class RunSettings(BaseModel):
     out: str = Field(default="runs", min_length=1)
 
 
+# Whose own section is named after a setting's value: key, the setting's section, its default.
+_OWN = {
+    "algorithm": ("federation", str(FederationSettings().algorithm)),
+    "task": ("data", DataSettings().task),
+}
+
+
 class Config(BaseModel):
     """Everything one run depends on.
 
@@ -52,24 +60,30 @@ class Config(BaseModel):
         data: which task, which clients, how many examples.
         memory: the memory attached to the backbone.
         lora: a low-rank adapter beside it; rank 0 is none.
+        context_vectors: where context vectors are read, and with which weights injection begins.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
+        task: the task's own section as written; checked by `task_settings`.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True, validate_by_alias=True
+    )
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
+    context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
+    task: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()) -> Config:
@@ -84,21 +98,23 @@ class Config(BaseModel):
             SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm needs a
                 LoRA and there is none.
         """
+        from fednl.data import TASKS
         from fednl.federation.algorithms import ALGORITHMS
 
-        check = Checker(where, frozenset(overridden), tuple(ALGORITHMS))
-        sections = {name: field.annotation for name, field in cls.model_fields.items() if name != "algorithm"}
-        own = _algorithm_of(table)
-        kind_of_own = cls.method_class(own, f"{check.place('federation', 'algorithm')} ")
-        check.sections(table, {name: keys_of(kind) for name, kind in sections.items()}, own)
-        values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
-        config = cls(**values, algorithm=dict(table.get(own, {})))
-        check.section(own, kind_of_own, config.algorithm)
-        if ALGORITHMS[own].traits.needs_lora and config.lora.rank == 0:
-            raise SettingsError(
-                f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
-                'set the rank to 1 or more, or algorithm = "fedavg".'
-            )
+        check = Checker(where, frozenset(overridden), {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)})
+        sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
+        own = {
+            key: _named(table, section, key, default)
+            for key, (section, default) in _OWN.items()
+        }
+        kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
+        check.sections(table, {_kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
+        values = {name: check.section(_kebab(name), kind, table.get(_kebab(name), {})) for name, kind in sections.items()}
+        config = cls(**values, **{key: dict(table.get(name, {})) for key, name in own.items()})
+        check.section(own["algorithm"], kind_of_own, config.algorithm)
+        if kind_of_task := task_settings(own["task"]):
+            check.section(own["task"], kind_of_task, config.task)
+        _check_adapters(config, where)
         return config
 
     @staticmethod
@@ -121,6 +137,13 @@ class Config(BaseModel):
         return kind
 
     @property
+    def task_settings(self) -> BaseModel | None:
+        """The task's own settings, checked and complete; None where it has none."""
+        kind = task_settings(self.data.task)
+        settings: BaseModel | None = kind and Checker("settings").section(self.data.task, kind, self.task)
+        return settings
+
+    @property
     def method_settings(self) -> BaseModel:
         """The algorithm's own settings, checked and complete."""
         name = self.federation.algorithm
@@ -129,10 +152,14 @@ class Config(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
-        table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"algorithm"})
-        own = self.method_settings.model_dump(mode="json", by_alias=True, exclude_none=True)
-        if own:
-            table[self.federation.algorithm] = own
+        table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_OWN))
+        for name, settings in (
+            (self.federation.algorithm, self.method_settings),
+            (self.data.task, self.task_settings),
+        ):
+            own = settings.model_dump(mode="json", by_alias=True, exclude_none=True) if settings else {}
+            if own:
+                table[name] = own
         return table
 
     def to_json(self) -> str:
@@ -192,10 +219,30 @@ def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> 
     return Config.from_dict(table, where, overridden)
 
 
-def _algorithm_of(table: Mapping[str, Any]) -> str:
-    section = table.get("federation", {})
-    name = section.get("algorithm") if isinstance(section, Mapping) else None
-    return name if isinstance(name, str) else str(FederationSettings().algorithm)
+def _named(table: Mapping[str, Any], section: str, key: str, default: str) -> str:
+    """The algorithm or task that a table names, which is also the name of that one's own section."""
+    keys = table.get(section, {})
+    name = keys.get(key) if isinstance(keys, Mapping) else None
+    return name if isinstance(name, str) else default
+
+
+def _check_adapters(config: Config, where: str) -> None:
+    """What is trained must be what the algorithm trains and the sections attach."""
+    from fednl.federation.algorithms import ALGORITHMS
+
+    own, adapters = config.federation.algorithm, config.federation.adapters
+    wants_lora = ALGORITHMS[own].traits.needs_lora or "lora" in adapters
+    if wants_lora and config.lora.rank == 0:
+        trains = f'algorithm = "{own}" trains' if ALGORITHMS[own].traits.needs_lora else 'adapters = "lora" names'
+        raise SettingsError(
+            f"{where}: [federation] {trains} LoRA factors, but [lora] rank = 0 attaches none; "
+            'set the rank to 1 or more, or algorithm = "fedavg".'
+        )
+    if ALGORITHMS[own].traits.needs_context != ("context-vectors" in adapters):
+        raise SettingsError(
+            f'{where}: [federation] algorithm = "{own}" does not go with adapters = {json.dumps(adapters)}; context '
+            'vectors are made by algorithm = "ifed-icl" or "i2cl", and these need adapters = "context-vectors".'
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fednl.data.examples import NeedleExample
+from fednl.data.examples import AnyExample, Example
 
 IGNORED = -100
 
 
-def collate(examples: Sequence[NeedleExample], pad_id: int, training: bool = True) -> dict[str, Tensor]:
+def collate(examples: Sequence[Example], pad_id: int, training: bool = True) -> dict[str, Tensor]:
     """Joins examples into one right-padded batch.
 
     What is padding is known by position, never by token id: an answer that holds the pad token still counts.
@@ -43,7 +43,7 @@ def collate(examples: Sequence[NeedleExample], pad_id: int, training: bool = Tru
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def _row(example: NeedleExample) -> tuple[list[int], list[tuple[int, int]]]:
+def _row(example: Example) -> tuple[list[int], list[tuple[int, int]]]:
     """A training row: prompt, right answer, further questions with theirs; and where the answers are."""
     ids = list(example.prompt_ids)
     answers = []
@@ -55,8 +55,8 @@ def _row(example: NeedleExample) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def iterate_batches(
-    examples: Sequence[NeedleExample], batch: int, steps: int, rng: random.Random
-) -> Iterator[list[NeedleExample]]:
+    examples: Sequence[AnyExample], batch: int, steps: int, rng: random.Random
+) -> Iterator[list[AnyExample]]:
     """Yields batches, shuffled anew in every pass; within a pass no example comes twice.
 
     The last batch of a pass may be smaller, and so are all batches of a client with fewer examples than

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
@@ -12,10 +10,9 @@ from fednl.data.settings import DataSettings
 from fednl.errors import SettingsError
 from fednl.seeding import python_rng
 
-__all__ = ["ANSWERS", "CLIENTS", "Build", "Event", "NeedleExample", "Splits", "build", "client_names"]
+__all__ = ["ANSWERS", "CLIENTS", "Event", "NeedleExample", "Splits", "build", "client_names"]
 
 ANSWERS = ("candidates", "recall", "letters")
-Build = Callable[[DataSettings, Tokenizer, int, str, int], dict[str, Splits]]
 
 
 def client_names(settings: DataSettings) -> list[str]:
@@ -41,7 +38,7 @@ def client_names(settings: DataSettings) -> list[str]:
 
 def build(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes every client's training, validation and test examples.
 
     An example depends on the seed, its client, its split and its index, and not on how many others there are.

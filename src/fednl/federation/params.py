@@ -20,6 +20,7 @@ SHARED_PRESETS: dict[str, tuple[str, ...]] = {
     "memory": ("write", "gate"),
     "theta": ("write", "gate", "projection", "address"),
     "lora": ("lora",),
+    "context": ("coefficients",),
     "all": ("*",),
 }
 """Names for what usually travels; each stands for groups, or for the pattern that matches every name."""
@@ -29,9 +30,11 @@ def group_of(name: str) -> str:
     """Tells the group of a rule by its canonical name; empty for a name of neither known form.
 
     Args:
-        name: `layers.{i}.memory.{group}.{tensor}` or `layers.{i}.{module}.lora_A`.
+        name: `layers.{i}.memory.{group}.{tensor}`, `layers.{i}.{module}.lora_A` or `context.{group}`.
     """
     parts = name.split(".")
+    if parts[0] == "context":
+        return parts[1]
     if "memory" in parts[:-2]:
         return parts[parts.index("memory") + 1]
     return "lora" if parts[-1].startswith("lora_") else ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fednl.models.packaged import fetch_packaged as fetch_packaged
     from fednl.models.settings import BackboneSettings as BackboneSettings
     from fednl.models.settings import LoraSettings as LoraSettings
-    from fednl.models.store import cache_folder as cache_folder
+    from fednl.fetching import cache_folder as cache_folder
 
 _FILE_OF = {
     "ADAPTERS": "adapters",
