@@ -1,7 +1,7 @@
 """One client: params in, params out, over one frozen backbone; in this process or in a worker process.
 
 A `Bench` is what a process holds: the backbone, every client's private data, and one setup at a time (bare,
-window, memory, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
+window, the run's own adapters, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, make_algorithm, training_of
+from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
 from fednl.config import Config
-from fednl.data import NeedleExample, Splits, collate, iterate_batches, load_filler, partition_rows, task
+from fednl.data import Splits, collate, demonstrations, iterate_batches, load_filler, partition_rows, task
 from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
 from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
-from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.local import LocalPlan
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
+from fednl.federation.sharing import take_part
 from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
 from fednl.memory import MemoryCache, MemoryConfig
@@ -39,10 +40,11 @@ from fednl.memory.rules_file import (
     memory_settings,
     read_rules,
 )
+from fednl.memory.sites import is_attached
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
 from fednl.runs import Run
-from fednl.seeding import python_rng
+from fednl.seeding import python_rng, torch_rng
 
 PUBLIC = Path(__file__).parent / "public"
 CENTRE_SEED, CENTRE_SENTENCES = 0, 120
@@ -90,6 +92,10 @@ class ClientProblem:
         """Trainable examples in the client's training split."""
         return len(self._examples)
 
+    def collect(self) -> Params:
+        """Gives what the mounted adapters read off the training examples without training."""
+        return self._bench.collect(self._client)
+
     def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
         """Gives `steps` batches, the same for the same (seed, client, round, purpose); size 0 is `training.batch`."""
         rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)
@@ -111,8 +117,10 @@ class ClientProblem:
             except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
-            gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
-        return loss.detach(), list(gradients)
+            moved = [name for name in params if live[name].requires_grad]
+            found = torch.autograd.grad(loss, [live[name] for name in moved], materialize_grads=True)
+        gradients = dict(zip(moved, found, strict=True))
+        return loss.detach(), [gradients.get(name, torch.zeros_like(tensor)) for name, tensor in params.items()]
 
 
 class Bench:
@@ -135,27 +143,40 @@ class Bench:
             self.identity = backbone_identity(self.model)
         except BackboneError as error:
             raise BackboneError(f'backbone.id = "{config.backbone.id}": {error}') from None
-        self.data: dict[str, Splits] = task(config.data.task)(
+        self.data: dict[str, Splits[Any]] = task(config.data.task)(
             config.data,
             self.backbone.tokenizer,
             config.memory.window_tokens,
             config.evaluation.answer,
             config.run.seed,
+            *([config.task_settings] if config.task_settings else []),
         )
         self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
 
-    def train_examples(self, client: str) -> Sequence[NeedleExample]:
+    def train_examples(self, client: str) -> Sequence[Any]:
         """A client's training examples; the pooled learner's are everybody's."""
         if client == POOLED:
             return [example for splits in self.data.values() for example in splits.train]
         return self.data[client].train
 
-    def collated(self, examples: Sequence[NeedleExample]) -> dict[str, Tensor]:
-        """Examples as a batch on the backbone's device."""
+    def collated(self, examples: Sequence[Any], join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Tensor]:
+        """Examples as a batch on the backbone's device, joined by `collate` or `demonstrations`."""
         pad = int(self.backbone.tokenizer.pad_token_id)
-        return {name: t.to(self.model.device) for name, t in collate(examples, pad).items()}
+        return {name: t.to(self.model.device) for name, t in join(examples, pad).items()}
+
+    def collect(self, client: str) -> Params:
+        """What the mounted adapters read off a client's training examples without training."""
+        examples, size = self.train_examples(client), self.config.evaluation.batch
+        noise = torch_rng(self.config.run.seed, "context/noise", client)
+        collected: Params = {}
+        for adapter in self._adapters:
+            batches = (
+                self.collated(examples[first : first + size], demonstrations) for first in range(0, len(examples), size)
+            )
+            collected |= adapter.collect(batches, noise)
+        return collected
 
     def mount(self, setup: Setup) -> None:
         """Changes what sits on the backbone."""
@@ -164,23 +185,13 @@ class Bench:
         for adapter in reversed(self._adapters):
             adapter.detach()
         self._adapters, self._setup = [], None  # none is whole until the last line
-        seed, memory, lora = self.config.run.seed, self.config.memory, self.config.lora
-        wanted: list[tuple[str, Any]] = []
-        if setup in ("window", "lora"):
-            wanted.append(("memory", memory.model_copy(update={"layers": "none"})))
-        if setup == "lora":
-            wanted.append(("lora", lora.model_copy(update={"rank": lora.rank or DEFAULT_LORA_RANK})))
-        if setup == "memory":
-            wanted.append(("memory", memory))
-            if lora.rank:
-                wanted.append(("lora", lora))
-        for kind, settings in wanted:
+        for kind, settings in adapters_of(self.config, setup):
             adapter = ADAPTERS[kind]()
-            adapter.attach(self.model, settings, seed)
+            adapter.attach(self.model, settings, self.config.run.seed)
             self._adapters.append(adapter)
         if setup not in self._start:
-            if setup == "memory":
-                self._load_start(memory)
+            if setup == "own" and "memory" in self.config.federation.adapters:
+                self._load_start(self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
         self._setup = setup
 
@@ -200,6 +211,7 @@ class Bench:
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
         training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
+        exchange = exchange_of(self.config, arm)
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
@@ -207,7 +219,7 @@ class Bench:
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
             plan = LocalPlan.of(training, message.round)
-            return train_locally(algorithm, problem, message, state, plan, on_progress)
+            return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
         return train
 
@@ -224,7 +236,7 @@ class Bench:
                 examples,
                 arm=arm,
                 make_cache=self._new_cache,
-                ids="removed_ids" if view.removed else "prompt_ids",
+                ids=view.prompt,
                 zero_state_at_question=view.zeroed,
                 batch=self.config.evaluation.batch,
                 on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
@@ -255,7 +267,7 @@ class Bench:
     def _new_cache(self, model: Any) -> Any:
         from transformers import DynamicCache
 
-        return DynamicCache(config=model.config) if self._setup == "bare" else MemoryCache(model)
+        return MemoryCache(model) if is_attached(model) else DynamicCache(config=model.config)
 
     def _load_start(self, memory: MemoryConfig) -> None:
         """Gives the mounted memory the rules that `memory.start` names; fresh ones are centred on generated text."""

@@ -18,10 +18,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
-from fednl.data import task_settings
 from fednl.data.settings import DataSettings
+from fednl.data.tasks import TASKS, task_settings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
+from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
 from fednl.models.settings import BackboneSettings, ContextVectorSettings, LoraSettings
@@ -63,6 +64,8 @@ class Config(BaseModel):
         context_vectors: where context vectors are read, and with which weights injection begins.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
+        traffic: how updates are written on the wire.
+        combine: how updates become one, and how far a client can move it.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
@@ -80,6 +83,8 @@ class Config(BaseModel):
     context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)
+    traffic: TrafficSettings = Field(default_factory=TrafficSettings)
+    combine: CombineSettings = Field(default_factory=CombineSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
@@ -95,26 +100,28 @@ class Config(BaseModel):
             overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
 
         Raises:
-            SettingsError: a section or key is unknown, a value is not one it can have, or the algorithm needs a
-                LoRA and there is none.
+            SettingsError: a section or key is unknown, a value is not one it can have, sections do not fit together,
+                or the algorithm needs a LoRA and there is none.
         """
-        from fednl.data import TASKS
         from fednl.federation.algorithms import ALGORITHMS
 
         check = Checker(where, frozenset(overridden), {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)})
         sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
-        own = {
-            key: _named(table, section, key, default)
-            for key, (section, default) in _OWN.items()
-        }
+        own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
         kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
         check.sections(table, {_kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
-        values = {name: check.section(_kebab(name), kind, table.get(_kebab(name), {})) for name, kind in sections.items()}
-        config = cls(**values, **{key: dict(table.get(name, {})) for key, name in own.items()})
+        values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
+        for name, kind in sections.items():
+            values[name] = check.section(_kebab(name), kind, table.get(_kebab(name), {}))
+        config = cls(**values)
         check.section(own["algorithm"], kind_of_own, config.algorithm)
         if kind_of_task := task_settings(own["task"]):
             check.section(own["task"], kind_of_task, config.task)
         _check_adapters(config, where)
+        try:
+            check_exchange(config.exchange, config.federation, ALGORITHMS[own["algorithm"]].traits.sends_extra)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {error}") from None
         return config
 
     @staticmethod
@@ -140,8 +147,12 @@ class Config(BaseModel):
     def task_settings(self) -> BaseModel | None:
         """The task's own settings, checked and complete; None where it has none."""
         kind = task_settings(self.data.task)
-        settings: BaseModel | None = kind and Checker("settings").section(self.data.task, kind, self.task)
-        return settings
+        return None if kind is None else Checker("settings").section(self.data.task, kind, self.task)
+
+    @property
+    def exchange(self) -> Exchange:
+        """How updates travel and how they become one."""
+        return Exchange(self.traffic, self.combine)
 
     @property
     def method_settings(self) -> BaseModel:

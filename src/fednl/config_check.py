@@ -7,14 +7,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from fednl.errors import SettingsError
 
-
-_NONE: Mapping[str, Sequence[str]] = {}
+Others: TypeAlias = Mapping[str, Sequence[str]]
+_NONE: Others = {}
 _HOMES = {"algorithm": "federation", "task": "data"}
 
 
@@ -24,10 +24,10 @@ class Checker:
     Args:
         where: what an error names as the place, usually the file.
         overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
-        others: algorithms and tasks whose sections are not read now, yet are no misspelling.
+        others: the names of algorithms and tasks whose sections are not read now, yet are no misspelling.
     """
 
-    def __init__(self, where: str, overridden: frozenset[str] = frozenset(), others: Mapping[str, Sequence[str]] = _NONE) -> None:
+    def __init__(self, where: str, overridden: frozenset[str] = frozenset(), others: Others = _NONE) -> None:
         self.where = where
         self.overridden = overridden
         self.others = others
@@ -75,7 +75,9 @@ class Checker:
         end = f'; did you mean "{close[0]}"?' if close else "."
         return f"{self.place(section, key)} [{section}] {key} = {_shown(value)}: {reason}{end}"
 
-    def _unknown_section(self, section: str, content: Any, keys: Mapping[str, list[str]], own: Mapping[str, str]) -> str:
+    def _unknown_section(
+        self, section: str, content: Any, keys: Mapping[str, list[str]], own: Mapping[str, str]
+    ) -> str:
         for key, names in self.others.items():
             if isinstance(content, Mapping) and section in names:
                 return (

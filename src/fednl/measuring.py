@@ -160,7 +160,7 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     if not rules:
         return {client: {} for client in clients}
     if rules == "start":
-        start = unpack(do(pool, Job("start", {"setup": "memory"})).blobs[0])[0]
+        start = unpack(do(pool, Job("start", {"setup": "own"})).blobs[0])[0]
         return dict.fromkeys(clients, start)
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import POOLED, TRAINED, exchange_of, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
@@ -103,7 +103,7 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    for section in ("backbone", "lora", "training", "federation", "run", "memory"):
+    for section in ("backbone", "lora", "training", "federation", "traffic", "combine", "run", "memory"):
         mine, theirs = getattr(own, section), getattr(config, section)
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
@@ -223,6 +223,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         seed=config.run.seed,
         on_event=tell,
         validate_round=validate if config.data.validation and name != "local-only" else None,
+        exchange=exchange_of(config, name),
     )
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from fednl.data.batches import collate, iterate_batches
+    from fednl.data.batches import collate, demonstrations, iterate_batches
     from fednl.data.examples import Event, Example, NeedleExample, Splits, Tokenizer
     from fednl.data.fillers import FillerText, load_filler
     from fednl.data.partition import PartitionRow, partition_rows
     from fednl.data.public import build_public
     from fednl.data.settings import DataSettings
+    from fednl.data.tasks import Build, task, task_settings
 
-    Build = Callable[..., dict[str, Splits[Any]]]
     TASKS: dict[str, Build]
 
 __all__ = [
@@ -31,19 +28,13 @@ __all__ = [
     "Tokenizer",
     "build_public",
     "collate",
+    "demonstrations",
     "iterate_batches",
     "load_filler",
     "partition_rows",
     "task",
     "task_settings",
 ]
-
-# A new task is one file and one line here: what builds its examples, and the settings of its own section if any.
-_TASKS: dict[str, tuple[str, ...]] = {
-    "needles": ("fednl.data.needles:build",),
-    "public": ("fednl.data.public:build",),
-    "classification": ("fednl.data.classification:build", "fednl.data.classification:ClassificationSettings"),
-}
 
 _HOMES = {
     "DataSettings": "settings",
@@ -56,57 +47,20 @@ _HOMES = {
     "Tokenizer": "examples",
     "build_public": "public",
     "collate": "batches",
+    "demonstrations": "batches",
     "iterate_batches": "batches",
     "load_filler": "fillers",
     "partition_rows": "partition",
+    "task": "tasks",
+    "task_settings": "tasks",
 }
-
-
-def task(name: str) -> Build:
-    """Finds the function that builds a task's examples: (data, tokenizer, window tokens, answer, seed) -> splits.
-
-    A task with settings of its own takes them as a sixth argument.
-
-    Args:
-        name: the value of `data.task`.
-
-    Raises:
-        SettingsError: the task does not exist.
-    """
-    found: Build = _load(_entry(name)[0])
-    return found
-
-
-def task_settings(name: str) -> type[BaseModel] | None:
-    """Finds the settings class of a task's own section, which has the task's name; None where it has none.
-
-    Args:
-        name: the value of `data.task`.
-
-    Raises:
-        SettingsError: the task does not exist.
-    """
-    places = _entry(name)
-    kind: type[BaseModel] | None = _load(places[1]) if len(places) > 1 else None
-    return kind
-
-
-def _entry(name: str) -> tuple[str, ...]:
-    if name not in _TASKS:
-        from fednl.errors import SettingsError
-
-        raise SettingsError(f'data.task is "{name}"; it must be one of: {", ".join(sorted(_TASKS))}.')
-    return _TASKS[name]
-
-
-def _load(place: str) -> Any:
-    module, attribute = place.split(":")
-    return getattr(import_module(module), attribute)
 
 
 def __getattr__(name: str) -> Any:
     if name == "TASKS":
-        return {known: task(known) for known in _TASKS}
+        from fednl.data import tasks
+
+        return {known: tasks.task(known) for known in tasks.TASKS}
     if name in _HOMES:
         return getattr(import_module(f"fednl.data.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

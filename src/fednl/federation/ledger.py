@@ -8,12 +8,12 @@ from typing import Any
 
 from fednl.errors import MessageError
 from fednl.federation.message import Message
-from fednl.federation.params import Params
 from fednl.federation.transport import Reply
-from fednl.federation.validate import check_update
+from fednl.federation.validate import Wanted
+from fednl.federation.wire import container_bytes
 
 # What a row may hold of a client's own metrics: names that a client invents could carry anything.
-_METRICS = ("loss", "loss_first", "loss_last", "seconds_s")
+_METRICS = ("loss", "loss_first", "loss_last", "seconds_s", "cpu_s")
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,22 @@ class Ledger:
     """Judges a round's replies, and keeps one row a client and the count of refusals by code.
 
     Args:
-        round: counted from 1.
-        run: the run's name.
-        expected: the allow-list: what travels, with shapes and dtypes.
-        extra: the same for what an algorithm sends besides.
+        wanted: what a reply must be.
         down_bytes: by client asked, the bytes serialised for it.
+        down_tensor_bytes: how many of these were tensors, by client; the rest is counted as the container's.
     """
 
-    def __init__(self, round: int, run: str, expected: Params, extra: Params, down_bytes: Mapping[str, int]) -> None:
-        self._round, self._run, self._expected, self._extra = round, run, expected, extra
+    def __init__(self, wanted: Wanted, down_bytes: Mapping[str, int], down_tensor_bytes: Mapping[str, int]) -> None:
+        self._wanted = wanted
         # Until something better is known of it, a client has not answered in time.
         self._rows: dict[str, dict[str, Any]] = {
-            name: {"name": name, "down_bytes": size, "status": "late"} for name, size in down_bytes.items()
+            name: {
+                "name": name,
+                "down_bytes": size,
+                "down_container_bytes": size - down_tensor_bytes[name],
+                "status": "late",
+            }
+            for name, size in down_bytes.items()
         }
         self._answered: set[str] = set()
         self.refused: dict[str, int] = {}
@@ -70,7 +74,8 @@ class Ledger:
             return Verdict(reply.client, True)
         row |= {name: message.metrics[name] for name in _METRICS if name in message.metrics}
         row |= {"num_examples": message.num_examples, "steps": int(message.metrics.get("steps", 0))}
-        row |= {"up_bytes": len(reply.payload), "status": "ok" if message.num_examples else "empty"}
+        row |= {"up_bytes": len(reply.payload), "up_container_bytes": container_bytes(reply.payload)}
+        row["status"] = "ok" if message.num_examples else "empty"
         return Verdict(reply.client, True, message)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -102,8 +107,7 @@ class Ledger:
             raise MessageError("unknown-client", "A reply came from a client that was not asked.")
         message = None
         if reply.status == "ok":
-            message = Message.from_bytes(reply.payload)
-            check_update(message, self._expected, self._round, reply.client, run=self._run, expected_extra=self._extra)
+            message = self._wanted.read(reply.payload, reply.client)
         if reply.client in self._answered:
             raise MessageError("duplicate", f'Client "{reply.client}" has already answered.')
         return message

@@ -9,13 +9,17 @@ from typing import Any
 
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.combine import InOrder, WeightedMean
+from fednl.federation.coding import encode
+from fednl.federation.combine import Combiner, InOrder
+from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
+from fednl.federation.robust import make_combiner
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
+from fednl.federation.validate import Wanted
 from fednl.runs import Run
 from fednl.seeding import seed_of
 
@@ -34,6 +38,7 @@ def run_rounds(
     validate_round: Validate | None = None,
     milestones: Collection[int] = (),
     stop_after: int | None = None,
+    exchange: Exchange = PLAIN,
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -54,13 +59,15 @@ def run_rounds(
         validate_round: measures (round, all rules) after each round; the lowest `"loss"` makes `best/`.
         milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
+        exchange: how updates travel and how they become one.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
         `transport.states()`, see `fednl.federation.params.personal`.
 
     Raises:
-        SettingsError: `shared` matches nothing, or more clients are asked for than there are.
+        SettingsError: `shared` matches nothing, more clients are asked for than there are, or parts of `exchange` do
+            not fit together.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
         FednlError: too many rounds in a row without a quorum, or no round that had one.
@@ -69,9 +76,22 @@ def run_rounds(
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
     """
     names = _check_start(algorithm, transport, params, settings)
+    check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
     fed = Federation(
-        algorithm, transport, settings, training, run, folder, seed, on_event, validate_round, names, asked, milestones
+        algorithm,
+        transport,
+        settings,
+        training,
+        run,
+        folder,
+        seed,
+        on_event,
+        validate_round,
+        names,
+        asked,
+        milestones,
+        exchange=exchange,
     )
     point = resume(fed, params) or begin(fed, params)
     fed = replace(fed, first_round=point.round + 1)
@@ -118,11 +138,13 @@ def _one_round(fed: Federation, point: Point) -> Point:
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combined, ledger = _ask(fed, shared, beside, number, asked)
+    combiner = make_combiner(fed.exchange.combine, shared)
+    ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     fault = _why_no_quorum(fed, ledger)
-    reason = fault or ("" if combined.num_examples else "no client that was asked has examples")
+    reason = fault or combiner.fault()
     if not reason:
+        combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
@@ -135,38 +157,48 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
+        told=_told(fed, point, ledger),
     )
-    after = save(fed, after, ledger, reason, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, combiner.facts(), time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 
-def _ask(fed: Federation, shared: Params, beside: Params, number: int, asked: list[str]) -> tuple[Message, Ledger]:
-    """Sends the shared rules out, with what goes beside them, and combines what comes back in the order of names."""
+def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
+    """Who has what the server gives, after this round: whoever answers without fault keeps what it was sent."""
+    if not fed.algorithm.made(point.server_state):
+        return ()
+    faultless = {row["name"]: row["status"] in ("ok", "empty") for row in ledger.rows()}
+    kept = {client for client in point.told if faultless.get(client, True)}
+    return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
+
+
+def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner) -> Ledger:
+    """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
+    number, shared = message.round, message.params
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
-    down_bytes = {
-        client: fed.transport.send(client, Message(shared, beside, round=number, client=client, run=fed.run_name))
-        for client in asked
-    }
-    extra = fed.algorithm.extra(shared)
-    ledger = Ledger(number, fed.run_name, shared, extra, down_bytes)
-    params_mean, extra_mean, queue = WeightedMean(), WeightedMean(), InOrder(asked)
-
-    def take(messages: Any) -> None:
-        for message in messages:
-            params_mean.add(message.params, message.num_examples)
-            extra_mean.add(message.extra, message.num_examples)
-
+    traffic = fed.exchange.traffic
+    message = encode(message, traffic.down, {}, {})[0]
+    given = {name: point.params[name] for name in fed.algorithm.given(point.params)}
+    made = fed.algorithm.made(point.server_state)
+    with_given = replace(message, extra={**message.extra, **given}) if made else message
+    sent = {client: message if client in point.told else with_given for client in asked}
+    down_bytes = {client: fed.transport.send(client, replace(sent[client], client=client)) for client in asked}
+    extra = {**fed.algorithm.extra(shared), **({} if made else given)}
+    wanted = Wanted(shared, extra, number, fed.run_name, traffic.up_coding)
+    ledger = Ledger(wanted, down_bytes, {client: own.tensor_bytes for client, own in sent.items()})
+    queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
         if verdict.is_final:
-            take(queue.put(verdict.client, verdict.message))
+            for due in queue.put(verdict.client, verdict.message):
+                combiner.add(due)
             progress.client_done(verdict.client, ledger)
-    take(queue.rest())
-    combined = Message(params_mean.result(), extra_mean.result(), num_examples=int(params_mean.weight), round=number)
-    return combined, ledger
+    for due in queue.rest():
+        combiner.add(due)
+    return ledger
 
 
 def _check_start(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fednl.federation.params import Params
-from fednl.federation.wire import malformed, pack, unpack
+from fednl.federation.wire import malformed, outline, pack, unpack
 
 FORMAT = 1
 STATUSES = ("ok", "empty")
-_FIELDS = {"num_examples", "metrics", "round", "client", "run", "status"}
+_FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Message:
         client: the client's stable name.
         run: the run's name; a reply echoes it.
         status: `"ok"`, or `"empty"` from a client that has no examples.
+        coding: how the numbers in `params` are written, one of `fednl.federation.coding.CODINGS`; `"float32"` is as
+            trained.
     """
 
     params: Params
@@ -37,6 +39,7 @@ class Message:
     client: str = ""
     run: str = ""
     status: str = "ok"
+    coding: str = "float32"
 
     def to_bytes(self) -> bytes:
         """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
@@ -52,6 +55,7 @@ class Message:
             "client": self.client,
             "run": self.run,
             "status": self.status,
+            "coding": self.coding,
         }
         return pack(tensors, header)
 
@@ -67,7 +71,22 @@ class Message:
         Raises:
             MessageError: code `malformed`; not such bytes, sizes that lie, or a field of another kind.
         """
-        tensors, header = unpack(buffer)
+        return cls._of(*unpack(buffer))
+
+    @classmethod
+    def outline(cls, buffer: bytes) -> Message:
+        """Reads a message whose tensors have shapes and dtypes but no numbers: nothing is allocated for them.
+
+        Args:
+            buffer: the bytes, from anyone.
+
+        Raises:
+            MessageError: code `malformed`, as `from_bytes`.
+        """
+        return cls._of(*outline(buffer))
+
+    @classmethod
+    def _of(cls, tensors: Params, header: dict[str, Any]) -> Message:
         if header.pop("format", None) != FORMAT:
             raise malformed("it is of another format")
         if header.keys() != _FIELDS:
@@ -86,6 +105,11 @@ class Message:
         """How many bytes this message is on the wire."""
         return len(self.to_bytes())
 
+    @property
+    def tensor_bytes(self) -> int:
+        """How many of these bytes are the tensors' own; the rest is the container: names, shapes, header."""
+        return sum(tensor.nbytes for part in (self.params, self.extra) for tensor in part.values())
+
 
 def _check_fields(header: dict[str, Any]) -> None:
     metrics = header["metrics"]
@@ -93,5 +117,5 @@ def _check_fields(header: dict[str, Any]) -> None:
         raise malformed("a metric is not a number")
     if type(header["round"]) is not int or header["status"] not in STATUSES:
         raise malformed("its round or status is of another kind")
-    if not isinstance(header["client"], str) or not isinstance(header["run"], str):
-        raise malformed("its client or run is not a name")
+    if not all(isinstance(header[name], str) for name in ("client", "run", "coding")):
+        raise malformed("its client, run or coding is not a name")

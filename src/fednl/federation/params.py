@@ -154,6 +154,19 @@ def norm(params: Mapping[str, torch.Tensor]) -> float:
     return float(sum(float(tensor.detach().double().square().sum()) for tensor in params.values()) ** 0.5)
 
 
+def shortened(params: Params, cap: float) -> Params:
+    """Gives params scaled to an L2 norm of at most `cap` over all tensors together; shorter ones come back as they are.
+
+    Args:
+        params: finite numbers.
+        cap: above 0.
+    """
+    length = norm(params)
+    if length <= cap:
+        return params
+    return {name: (tensor.double() * (cap / length)).to(tensor.dtype) for name, tensor in params.items()}
+
+
 def max_abs(params: Mapping[str, torch.Tensor]) -> float:
     """Gives the largest magnitude of any element; 0 for no elements."""
     return max((float(t.detach().abs().max()) for t in params.values() if t.numel()), default=0.0)
@@ -183,8 +196,17 @@ def personal(params: Params, state: ClientState) -> Params:
         params: all rules, as `run_rounds` returns them.
         state: the client's state, as `Transport.states` gives it.
     """
-    kept = {name.removeprefix("private/"): t for name, t in state.items() if name.startswith("private/")}
-    return copy({**params, **kept})
+    return copy({**params, **kept(state, "private")})
+
+
+def kept(state: ClientState, prefix: str) -> Params:
+    """Gives what a client's state holds under `PREFIX/NAME`, by NAME.
+
+    Args:
+        state: the client's state; the tensors are not copied.
+        prefix: `"private"` or `"given"`.
+    """
+    return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
 def _entries(shared: str | Sequence[str]) -> list[str]:

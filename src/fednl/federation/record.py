@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fednl.errors import CheckpointError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
@@ -62,6 +63,8 @@ class Point:
     best: dict[str, float] = field(default_factory=dict)
     failed_rounds: int = 0
     conduct: Conduct = field(default_factory=Conduct)
+    told: tuple[str, ...] = ()
+    """The clients that have what the algorithm gives them once."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Federation:
     milestones: Collection[int] = ()
     first_round: int = 1
     """The first round of this sitting."""
+    exchange: Exchange = PLAIN
 
     @property
     def run_name(self) -> str:
@@ -115,13 +119,16 @@ class Federation:
             "quarantine": [self.settings.quarantine_after, self.settings.quarantine_rounds],
             "training": training,
             "seed": self.seed,
+            "exchange": self.exchange.changed(),
         }
 
 
-def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: float) -> Point:
+def save(
+    fed: Federation, point: Point, ledger: Ledger, reason: str, told: Mapping[str, float], seconds_s: float
+) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {} if loss is None else {"train_loss": loss}
+    metrics: dict[str, float] = {**told} if loss is None else {"train_loss": loss, **told}
     rows = ledger.rows()
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))
@@ -148,6 +155,7 @@ def save(fed: Federation, point: Point, ledger: Ledger, reason: str, seconds_s: 
             "best": point.best,
             "failed_rounds": point.failed_rounds,
             "conduct": asdict(point.conduct),
+            "told": point.told,
             "identity": fed.identity(),
         },
         fed.settings.keep_checkpoints,
@@ -162,8 +170,9 @@ def begin(fed: Federation, params: Params) -> Point:
     if (fed.run.path / fed.inside("rounds.jsonl")).exists():
         fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
-    private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
-    fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
+    private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
+    start = {f"private/{name}": params[name] for name in private}
+    fed.transport.restore({client: copy(start) for client in fed.transport.clients()})
     return Point(0, copy(params))
 
 
@@ -194,8 +203,8 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if rows < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
-    conduct = Conduct(**checkpoint.state.get("conduct", {}))
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct)
+    conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, told)
 
 
 def write_final(fed: Federation, point: Point) -> None:

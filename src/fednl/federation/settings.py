@@ -67,8 +67,8 @@ class FederationSettings(Section):
         adapters: what is trained: `"memory"`, `"lora"`, `"context-vectors"`, or a list of these; with memory a LoRA
             whose `[lora] rank` is not 0 is trained too.
         algorithm: a name in `fednl.federation.algorithms.ALGORITHMS`.
-        shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"context"`, `"all"`), or a list of groups
-            and name patterns. Everything else stays private to each client.
+        shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"context"`, `"all"`), or a list of
+            groups and name patterns. Everything else stays private to each client.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
         deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.

@@ -13,13 +13,17 @@ import torch
 from fednl.errors import MessageError
 
 _HEADER_KEY = "fednl"
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2} | {
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 _MOST_DIMENSIONS = 16
 
@@ -51,17 +55,42 @@ def unpack(buffer: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises:
         MessageError: code `malformed`; the bytes are not such a buffer, or lie about a size.
     """
-    layout = _checked_layout(buffer)
+    header = outline(buffer)[1]
     try:
-        header = _json(layout.get("__metadata__", {})[_HEADER_KEY])
-        tensors = safetensors.torch.load(buffer)
-    except MessageError:
-        raise
+        return safetensors.torch.load(buffer), header
     except Exception:  # whatever the library makes of hostile bytes, the answer is the same
         raise malformed("it holds no readable tensors") from None
+
+
+def outline(buffer: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Reads what tensors a buffer holds, without allocating or reading any of them.
+
+    Args:
+        buffer: bytes from anywhere.
+
+    Returns:
+        Tensors of the right shapes and dtypes on the device "meta", and the header.
+
+    Raises:
+        MessageError: code `malformed`, as `unpack`.
+    """
+    layout = _checked_layout(buffer)
+    header = _json(layout.pop("__metadata__", {}).get(_HEADER_KEY))
     if not isinstance(header, dict):
         raise malformed("its header is not an object")
+    try:
+        tensors = {
+            name: torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+            for name, entry in layout.items()
+        }
+    except (RuntimeError, OverflowError):  # an empty tensor may still claim sides whose product has no number
+        raise malformed("a tensor's shape is not possible") from None
     return tensors, header
+
+
+def container_bytes(buffer: bytes) -> int:
+    """Gives how many bytes of a buffer that `pack` wrote are not tensors but names, shapes and header."""
+    return 8 + int.from_bytes(buffer[:8], "little")
 
 
 def malformed(why: str) -> MessageError:
@@ -93,7 +122,7 @@ def _checked_layout(buffer: bytes) -> dict[str, Any]:
 def _span(entry: Any) -> tuple[int, int]:
     """The bytes of one tensor, after checking that dtype and shape need exactly as many."""
     try:
-        item_bytes, shape = _ITEM_BYTES[entry["dtype"]], entry["shape"]
+        item_bytes, shape = _DTYPES[entry["dtype"]].itemsize, entry["shape"]
         start, stop = entry["data_offsets"]
         numbers = [*shape, start, stop]
     except (TypeError, KeyError, ValueError):

@@ -7,7 +7,7 @@ The model's own modules stay what they are: hooks on every layer's attention and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,8 @@ class _Reading:
         device = self._positions.device
         flat = [self._found[layer, module].to(device) for layer in range(layers) for module in range(len(MODULES))]
         stacked = torch.stack(flat, dim=1)
-        return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).unflatten(1, (layers, len(MODULES)))
+        wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        return wide.reshape(len(wide), layers, len(MODULES), -1)
 
 
 def attach_context(model: PreTrainedModel, settings: ContextVectorSettings) -> PreTrainedModel:
@@ -218,6 +219,33 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
     if clip_norm:
         found = found * (clip_norm / found.flatten(1).norm(dim=1).clamp(min=clip_norm))[:, None, None, None]
     return found
+
+
+def mean_outputs(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], settings: ContextVectorSettings, noise: torch.Generator
+) -> Tensor:
+    """Gives a client's context vectors, `[layers, 2, hidden]`: the mean of `read_outputs` over all its examples.
+
+    Args:
+        model: with context vectors attached; nothing of it is changed.
+        batches: as `read_outputs` takes them, with the positions under `last`, `label` and `separator`; at least one.
+        settings: position, clipping and noise.
+        noise: draws the noise; a CPU generator.
+
+    Raises:
+        NonFiniteError: as `read_outputs`.
+
+    Source: I2CL (arXiv 2405.14660), mean over demonstrations; IFed-ICL, equation 2. Summed in float64.
+    """
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        outputs = read_outputs(model, {**batch, "positions": batch[settings.position]}, settings.clip_norm)
+        total, count = total + outputs.double().sum(0).cpu(), count + len(outputs)
+    mean = total / count
+    if settings.noise_std:
+        mean = mean + settings.noise_std * torch.randn(mean.shape, generator=noise, dtype=mean.dtype)
+    vectors = context_of(model).vectors
+    return mean.to(vectors.device, vectors.dtype)
 
 
 def find_modules(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -47,7 +47,7 @@ class Scaffold(FedAvg):
     """
 
     Settings: ClassVar[type[BaseModel]] = ScaffoldSettings
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(sends_extra=True)
 
     def extra(self, params: Params) -> Params:
         """Names a control variate for each shared rule, and `held`.
