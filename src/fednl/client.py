@@ -21,6 +21,7 @@ from fednl.data import Splits, collate, demonstrations, iterate_batches, load_fi
 from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
 from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
@@ -155,6 +156,13 @@ class Bench:
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
 
+    @property
+    def candidates(self) -> int:
+        """How many answers a question offers, the same for all; 4 where there is no question."""
+        asked = (one for splits in self.data.values() for some in vars(splits).values() for one in some)
+        first = next(asked, None)
+        return len(first.candidate_ids) if first else 4
+
     def train_examples(self, client: str) -> Sequence[Any]:
         """A client's training examples; the pooled learner's are everybody's."""
         if client == POOLED:
@@ -168,7 +176,8 @@ class Bench:
 
     def collect(self, client: str) -> Params:
         """What the mounted adapters read off a client's training examples without training."""
-        examples, size = self.train_examples(client), self.config.evaluation.batch
+        # As many rows as a training step: in bfloat16 every other shape of a batch costs seconds to prepare.
+        examples, size = self.train_examples(client), self.config.training.batch
         noise = torch_rng(self.config.run.seed, "context/noise", client)
         collected: Params = {}
         for adapter in self._adapters:
@@ -244,6 +253,13 @@ class Bench:
         except NonFiniteError as error:
             raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
 
+    def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:
+        """A client's validation questions, answered with these rules."""
+        self.mount(TRAINED[arm].setup)
+        self.put(params)
+        examples, size = self.data[client].validation, self.config.evaluation.batch
+        return score_candidates(self.model, examples, arm=arm, make_cache=self._new_cache, batch=size)
+
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
         """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
         examples = self.data[client].validation
@@ -311,6 +327,7 @@ def handlers(config: Config) -> dict[str, Handler]:
             "backbone": own.identity,
             "dtype": str(own.model.dtype).removeprefix("torch."),
             "partition": [vars(row) for row in partition_rows(own.data)],
+            "candidates": own.candidates,
         }
         if config.data.task == "needles":  # the only task so far that reads `data.filler`
             facts["filler_sha256"] = load_filler(config.data.filler).sha256
@@ -329,7 +346,16 @@ def handlers(config: Config) -> dict[str, Handler]:
         return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
 
     def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        loss, tokens = bench().validate(job["arm"], job["client"], unpack(blobs[0])[0])
+        params = unpack(blobs[0])[0]
+        if MEASURES[config.data.task].validates_answers:
+            try:
+                outcomes = bench().answered(job["arm"], job["client"], params)
+            except FednlError:  # the rules come to NaN, which is no loss to be the lowest
+                return {"loss": math.nan, "tokens": 0}, ()
+            tokens = sum(one.gold_tokens for one in outcomes)
+            loss = sum(one.nats_per_token * one.gold_tokens for one in outcomes) / max(1, tokens)
+            return {"loss": loss, "tokens": tokens, "correct": [one.correct for one in outcomes]}, ()
+        loss, tokens = bench().validate(job["arm"], job["client"], params)
         return {"loss": loss, "tokens": tokens}, ()
 
     return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}

@@ -21,6 +21,7 @@ from fednl.config_check import Checker, hint_for, keys_of
 from fednl.data.settings import DataSettings
 from fednl.data.tasks import TASKS, task_settings
 from fednl.errors import SettingsError
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -118,6 +119,7 @@ class Config(BaseModel):
         if kind_of_task := task_settings(own["task"]):
             check.section(own["task"], kind_of_task, config.task)
         _check_adapters(config, where)
+        _check_arms(config, check)
         try:
             check_exchange(config.exchange, config.federation, ALGORITHMS[own["algorithm"]].traits.sends_extra)
         except SettingsError as error:
@@ -235,6 +237,17 @@ def _named(table: Mapping[str, Any], section: str, key: str, default: str) -> st
     keys = table.get(section, {})
     name = keys.get(key) if isinstance(keys, Mapping) else None
     return name if isinstance(name, str) else default
+
+
+def _check_arms(config: Config, check: Checker) -> None:
+    """Every arm must be one that the task's comparison has."""
+    known = MEASURES[config.data.task].arms
+    for arm in config.evaluation.arms:
+        if arm not in known:
+            raise SettingsError(
+                f'{check.place("evaluation", "arms")} [evaluation] arms names "{arm}", which data.task = '
+                f'"{config.data.task}" does not have; its arms are: {", ".join(known)}.'
+            )
 
 
 def _check_adapters(config: Config, where: str) -> None:

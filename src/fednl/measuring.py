@@ -10,8 +10,9 @@ from typing import Any
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.errors import CheckpointError, DataError, FednlError
-from fednl.evaluation.needles import METRICS, result_rows
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.rows import result_rows
 from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.inline import Pool
@@ -76,6 +77,7 @@ def measure(
     Raises:
         FednlError: something went wrong in a job, or a file is damaged or cannot be written.
     """
+    measured_of = MEASURES[config.data.task]
     name = results_name(config.data.task, changed or {})
     path = run.folder("results") / f"{name}{_OUTCOMES}"
     asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
@@ -99,7 +101,9 @@ def measure(
         seed=config.run.seed,
         tokens=config.data.tokens,
         shared={arm: shared for arm, shared in groups.items() if shared},
-        metrics=[m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"],
+        metrics=[m for m in measured_of.metrics if config.evaluation.answer != "letters" or m != "recall"],
+        pairs=measured_of.pairs,
+        chance=1 / facts["candidates"],
     )
     run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
 

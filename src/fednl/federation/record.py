@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +22,9 @@ from fednl.runs import Run
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
+_NO_ANSWERS: Mapping[str, Sequence[bool]] = {}
+
+
 @dataclass(frozen=True)
 class Validation:
     """What was measured after a round.
@@ -35,19 +38,25 @@ class Validation:
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of_clients(cls, losses: Mapping[str, float]) -> Validation:
+    def of_clients(cls, losses: Mapping[str, float], answers: Mapping[str, Sequence[bool]] = _NO_ANSWERS) -> Validation:
         """Gives the view of a cohort: mean over clients, each counted once, the worst of them, and their spread.
 
         Args:
             losses: by client; the mean is summed in this order.
+            answers: by client, which of its questions were answered right, where they were answered; the accuracy is
+                that of all questions together.
         """
         mean = sum(losses.values()) / len(losses)
         # A NaN compares with nothing, so it would hide from max; no summary is better than one without it.
         worst, best = (max(losses.values()), min(losses.values())) if math.isfinite(mean) else (math.nan, math.nan)
-        return cls(
-            {"loss": mean, "loss_worst": worst, "loss_spread": worst - best},
-            {client: {"loss": loss} for client, loss in losses.items() if math.isfinite(loss)},
-        )
+        metrics = {"loss": mean, "loss_worst": worst, "loss_spread": worst - best}
+        clients = {client: {"loss": loss} for client, loss in losses.items() if math.isfinite(loss)}
+        asked = {client: right for client, right in answers.items() if right}
+        if asked:
+            metrics["accuracy"] = sum(map(sum, asked.values())) / sum(map(len, asked.values()))
+            for client, right in asked.items():
+                clients[client] = {**clients.get(client, {}), "accuracy": sum(right) / len(right)}
+        return cls(metrics, clients)
 
 
 Validate: TypeAlias = Callable[[int, Params], Validation]
