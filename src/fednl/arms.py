@@ -13,9 +13,9 @@ from fednl.config import Config
 from fednl.federation.algorithms import ALGORITHMS, FedAvg
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.settings import TrainingSettings
+from fednl.models.settings import DEFAULT_LORA_RANK
 
 POOLED = "pooled"
-DEFAULT_LORA_RANK = 8
 
 Setup = Literal["bare", "window", "own", "lora"]
 """What sits on the backbone: nothing, the run's attention window, the run's own adapters, or that window and LoRA."""

@@ -18,15 +18,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_lora import check_adapters, check_lora
 from fednl.data.settings import DataSettings
+from fednl.data.stream import TasksSettings
 from fednl.data.tasks import TASKS, task_settings
 from fednl.errors import SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
-from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
+from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
-from fednl.models.settings import BackboneSettings, ContextVectorSettings, LoraSettings
+from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -60,6 +62,7 @@ class Config(BaseModel):
     Args:
         backbone: which frozen model.
         data: which task, which clients, how many examples.
+        tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
         lora: a low-rank adapter beside it; rank 0 is none.
         context_vectors: where context vectors are read, and with which weights injection begins.
@@ -67,6 +70,7 @@ class Config(BaseModel):
         federation: the algorithm, what is shared, who takes part.
         traffic: how updates are written on the wire.
         combine: how updates become one, and how far a client can move it.
+        privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
@@ -79,6 +83,7 @@ class Config(BaseModel):
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
+    tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
@@ -86,6 +91,7 @@ class Config(BaseModel):
     federation: FederationSettings = Field(default_factory=FederationSettings)
     traffic: TrafficSettings = Field(default_factory=TrafficSettings)
     combine: CombineSettings = Field(default_factory=CombineSettings)
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
@@ -102,7 +108,7 @@ class Config(BaseModel):
 
         Raises:
             SettingsError: a section or key is unknown, a value is not one it can have, sections do not fit together,
-                or the algorithm needs a LoRA and there is none.
+                or the algorithm and the LoRA do not.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -118,10 +124,18 @@ class Config(BaseModel):
         check.section(own["algorithm"], kind_of_own, config.algorithm)
         if kind_of_task := task_settings(own["task"]):
             check.section(own["task"], kind_of_task, config.task)
-        _check_adapters(config, where)
         _check_arms(config, check)
+        if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
+            raise SettingsError(
+                f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
+                f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
+            )
+        algorithm = ALGORITHMS[own["algorithm"]](config.method_settings, config.federation.shared)
+        arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
-            check_exchange(config.exchange, config.federation, ALGORITHMS[own["algorithm"]].traits.sends_extra)
+            check_adapters(config.federation, config.lora.rank, algorithm.traits)
+            check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
+            check_exchange(config.exchange, config.federation, algorithm.traits)
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None
         return config
@@ -153,8 +167,8 @@ class Config(BaseModel):
 
     @property
     def exchange(self) -> Exchange:
-        """How updates travel and how they become one."""
-        return Exchange(self.traffic, self.combine)
+        """How updates travel, become one and are hidden."""
+        return Exchange(self.traffic, self.combine, self.privacy)
 
     @property
     def method_settings(self) -> BaseModel:
@@ -248,25 +262,6 @@ def _check_arms(config: Config, check: Checker) -> None:
                 f'{check.place("evaluation", "arms")} [evaluation] arms names "{arm}", which data.task = '
                 f'"{config.data.task}" does not have; its arms are: {", ".join(known)}.'
             )
-
-
-def _check_adapters(config: Config, where: str) -> None:
-    """What is trained must be what the algorithm trains and the sections attach."""
-    from fednl.federation.algorithms import ALGORITHMS
-
-    own, adapters = config.federation.algorithm, config.federation.adapters
-    wants_lora = ALGORITHMS[own].traits.needs_lora or "lora" in adapters
-    if wants_lora and config.lora.rank == 0:
-        trains = f'algorithm = "{own}" trains' if ALGORITHMS[own].traits.needs_lora else 'adapters = "lora" names'
-        raise SettingsError(
-            f"{where}: [federation] {trains} LoRA factors, but [lora] rank = 0 attaches none; "
-            'set the rank to 1 or more, or algorithm = "fedavg".'
-        )
-    if ALGORITHMS[own].traits.needs_context != ("context-vectors" in adapters):
-        raise SettingsError(
-            f'{where}: [federation] algorithm = "{own}" does not go with adapters = {json.dumps(adapters)}; context '
-            'vectors are made by algorithm = "ifed-icl" or "i2cl", and these need adapters = "context-vectors".'
-        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_a_client_with_few_examples_sends_no_vector_and_takes_part_after_that(tm
     params = toy.run()
     assert torch.allclose(params[VECTORS], mean_vectors({"b": 1.0, "c": 1.0}), atol=1e-7)
     first, second = ([client["status"] for client in row["clients"]] for row in toy.rows()[:2])
-    assert first == ["empty", "ok", "ok"] and second == ["ok", "ok", "ok"]
+    assert first == ["withheld", "ok", "ok"] and second == ["ok", "ok", "ok"]
     assert next(m for m in toy.replies() if m.client == "a").extra == {}
     assert equal(next(m for m in toy.replies() if m.client == "a").params, {COEFFICIENTS: start()[COEFFICIENTS]})
 

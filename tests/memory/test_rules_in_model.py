@@ -54,7 +54,7 @@ def test_oracle_12_padded_rows_write_nothing_and_do_not_decay(rule: str, keys: s
             logits.append(model(piece, attention_mask=real, cache=cache).logits)
         torch.testing.assert_close(torch.cat(logits, 1)[:, 6:36], expected, atol=1e-9, rtol=1e-7)
         for ours, theirs in zip(cache.layers, alone.layers, strict=True):
-            for part in ("state", "momentum", "context"):
+            for part in ("state", "momentum", "context", "gathered", "taken"):
                 found, wanted = getattr(ours.tensors, part), getattr(theirs.tensors, part)
                 torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-7)
 
@@ -112,7 +112,9 @@ def test_oracle_16_the_cache_holds_state_and_momentum_and_does_not_grow(rule: st
             model(piece, cache=cache)
             sizes.append(cache.size_bytes())
     assert len(set(sizes[1:])) == 1
-    assert cache.state_bytes() == (2 if RULES[rule].momentum else 1) * 3 * 2 * 8 * 8 * 4
+    numbers = 2 * (2 * 9 * 8) if RULES[rule].inner else (2 if RULES[rule].momentum else 1) * 2 * 8 * 8
+    taken = 8 if RULES[rule].inner else 0
+    assert cache.state_bytes() == 3 * (numbers * 4 + taken)
     for layer in cache.layers:
         for tensor in vars(layer.tensors).values():
             assert tensor is None or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -166,6 +168,7 @@ def test_every_rule_is_listed_by_group_and_the_delta_rule_as_before(keys: str) -
     assert own("delta-product") == delta | further
     assert own("gated-delta-product") == delta | further | decay
     assert own("titans") == delta | decay | {"write.momentum"}
+    assert own("ttt-linear") == delta | {f"write.inner.{name}" for name in ("start", "scale", "shift")}
 
 
 @pytest.mark.parametrize("write_range", [1, 2])
@@ -208,7 +211,7 @@ def test_centring_reaches_the_keys_of_every_write() -> None:
 
 
 def test_settings_refuse_what_a_rule_cannot_do() -> None:
-    with pytest.raises(ValidationError, match=r"Input should be 'delta', 'implicit-delta', .* or 'titans'"):
+    with pytest.raises(ValidationError, match=r"Input should be 'delta', 'implicit-delta', .* or 'ttt-linear'"):
         MemoryConfig(rule="dleta")
     for rule in ("decay-separate", "titans"):
         with pytest.raises(ValidationError, match=rf"write-range = 2: writes of rule '{rule}' are stable up to 1"):

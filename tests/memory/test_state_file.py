@@ -34,6 +34,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"rule": "titans", "write": "leaving"},
     {"rule": "titans", "window_tokens": 0, "keys": "context"},
     {"rule": "gated-delta-product", "keys": "context", "write": "leaving"},
+    {"rule": "ttt-linear", "write": "leaving", "mini_batch_tokens": 5, "conv_tokens": 3},
+    {"rule": "ttt-linear", "window_tokens": 0, "conv_tokens": 4, "keys": "context"},
     {"layers": "none"},
 ]
 

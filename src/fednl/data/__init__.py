@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from fednl.data.partition import PartitionRow, partition_rows
     from fednl.data.public import build_public
     from fednl.data.settings import DataSettings
-    from fednl.data.tasks import Build, task, task_settings
+    from fednl.data.stream import Stream
+    from fednl.data.tasks import Build, stream_task, task, task_settings
 
     TASKS: dict[str, Build]
 
@@ -25,6 +26,7 @@ __all__ = [
     "NeedleExample",
     "PartitionRow",
     "Splits",
+    "Stream",
     "Tokenizer",
     "build_public",
     "collate",
@@ -32,6 +34,7 @@ __all__ = [
     "iterate_batches",
     "load_filler",
     "partition_rows",
+    "stream_task",
     "task",
     "task_settings",
 ]
@@ -44,6 +47,7 @@ _HOMES = {
     "NeedleExample": "examples",
     "PartitionRow": "partition",
     "Splits": "examples",
+    "Stream": "stream",
     "Tokenizer": "examples",
     "build_public": "public",
     "collate": "batches",
@@ -51,6 +55,7 @@ _HOMES = {
     "iterate_batches": "batches",
     "load_filler": "fillers",
     "partition_rows": "partition",
+    "stream_task": "tasks",
     "task": "tasks",
     "task_settings": "tasks",
 }

@@ -110,6 +110,7 @@ class LabelledExample:
     further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     removed_ids: tuple[int, ...] = ()
     question_start: int = 0
+    task: str = ""
 
 
 def label_word(entry: str) -> tuple[str, str]:

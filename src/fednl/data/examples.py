@@ -78,6 +78,7 @@ class NeedleExample:
         removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
         further: (question, answer) tokens of more questions about the same haystack, which training may ask
             after the first answer.
+        task: in a stream of tasks, which of them it belongs to; else empty.
     """
 
     client: str
@@ -92,6 +93,7 @@ class NeedleExample:
     queried: int
     removed_ids: tuple[int, ...]
     further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    task: str = ""
 
 
 class Example(Protocol):
@@ -128,6 +130,10 @@ class Example(Protocol):
     @property
     def further(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(question, answer) tokens that training may ask after the first answer."""
+
+    @property
+    def task(self) -> str:
+        """The task that it belongs to in a stream of tasks; empty where there is none."""
 
 
 class Demonstrated(Example, Protocol):

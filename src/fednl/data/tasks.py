@@ -11,6 +11,9 @@ from fednl.errors import SettingsError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+# Tasks whose data come in kinds that a stream can order.
+STREAMS = {"needles": "fednl.data.needles:build_stream"}
+
 Build = Callable[..., dict[str, Any]]
 
 # A new task is one file and one line here: what builds its examples, and the settings of its own section if any.
@@ -48,6 +51,24 @@ def task_settings(name: str) -> type[BaseModel] | None:
     places = _entry(name)
     kind: type[BaseModel] | None = _load(places[1]) if len(places) > 1 else None
     return kind
+
+
+def stream_task(name: str) -> Build:
+    """Finds the function that builds a stream of a task's kinds; it takes the `[tasks]` section besides.
+
+    Args:
+        name: the value of `data.task`.
+
+    Raises:
+        SettingsError: the task has no kinds that could follow one another.
+    """
+    if name not in STREAMS:
+        raise SettingsError(
+            f'data.task = "{name}" has no kinds of data for tasks.order: leave [tasks] out, or set data.task to '
+            f"{' or '.join(sorted(STREAMS))}."
+        )
+    found: Build = _load(STREAMS[name])
+    return found
 
 
 def _entry(name: str) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 A row is `{method, client, metric, value, n, correct, low, high, chance, shared, seed, tokens}`; `method` is
 the arm, and the client `macro` is the average over `clients` clients. What does not apply, or was not
-measured, has no key. `metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the
-same questions and have `baseline`; a difference also has `of` (which metric), `verdict`, and `p` where
-outcomes are right or wrong.
+measured, has no key. Rows on how unequally clients fare are those of `fednl.evaluation.cohort`.
+`metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the same questions and have
+`baseline`; a difference also has `of` (which metric), `verdict`, and `p` where outcomes are right or wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.errors import DataError
+from fednl.evaluation.cohort import cohort_rows
 from fednl.evaluation.f1 import f1_difference, f1_interval
 from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import Outcome
@@ -45,6 +46,7 @@ def result_rows(
     metrics: Sequence[str] = NEEDLES.metrics,
     pairs: Sequence[tuple[str, str]] = NEEDLES.pairs,
     chance: float = CHANCE,
+    groups: Mapping[str, Sequence[str]] | None = None,
     resamples: int = 10_000,
 ) -> list[Row]:
     """Makes every row of a comparison: each arm per client and macro, paired differences, aggregation drop.
@@ -63,6 +65,7 @@ def result_rows(
         pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
             without such a client is left out.
         chance: how often guessing is right.
+        groups: `head`, `middle` and `tail` -> clients, where clients' training examples make a long tail.
         resamples: bootstrap resamples per interval.
 
     Raises:
@@ -78,8 +81,9 @@ def result_rows(
         if shared and arm in shared:
             facts["shared"] = list(shared[arm])
         for metric in metrics:
-            found = _arm_rows(arm, clients, metric, seed, resamples)
-            rows += [row | ({"chance": chance} if METRICS[metric].has_chance else {}) | facts for row in found]
+            found = _arm_rows(arm, clients, metric, seed, resamples, groups or {})
+            guessed: Row = {"chance": chance} if METRICS[metric].has_chance else {}
+            rows += [row | (guessed if "low" in row else {}) | facts for row in found]
     for first, second in pairs:
         a, b = _paired(first, second, by_client)
         if a:
@@ -143,7 +147,9 @@ def _answers(clients: Clients) -> dict[str, list[tuple[int, int]]]:
     return {client: [(outcome.gold, outcome.chosen) for outcome in found] for client, found in clients.items()}
 
 
-def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int) -> list[Row]:
+def _arm_rows(
+    arm: str, clients: Clients, metric: str, seed: int, resamples: int, groups: Mapping[str, Sequence[str]]
+) -> list[Row]:
     if METRICS[metric].kind == "f1":
         whole = f1_interval(_answers(clients), seed, resamples=resamples)
         return [_row(arm, MACRO, metric, whole, ()) | {"clients": len(clients)}]
@@ -157,10 +163,12 @@ def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int
         else:
             interval = bootstrap_mean(found, seed, resamples=resamples)
         rows.append(_row(arm, client, metric, interval, found))
-    macro = macro_mean(values, seed, resamples=resamples, bounds=(0.0, 1.0) if counted else None)
+    bounds = (0.0, 1.0) if counted else None
+    macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
     outcomes = [value for found in values.values() for value in found]
     rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
-    return rows
+    cohort = cohort_rows(values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples)
+    return rows + [{"method": arm, "metric": metric} | row for row in cohort]
 
 
 def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:

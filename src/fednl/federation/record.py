@@ -14,6 +14,7 @@ from fednl.federation.checkpoint import load_newest, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
+from fednl.federation.privacy import Spent, begin_privacy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
@@ -72,6 +73,7 @@ class Point:
     best: dict[str, float] = field(default_factory=dict)
     failed_rounds: int = 0
     conduct: Conduct = field(default_factory=Conduct)
+    spent: Spent | None = None
     told: tuple[str, ...] = ()
     """The clients that have what the algorithm gives them once."""
 
@@ -122,6 +124,7 @@ class Federation:
             "algorithm": type(self.algorithm).__name__,
             "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
             "shared": list(self.names),
+            "lora-ranks": list(self.settings.lora_ranks),
             "clients": self.transport.clients(),
             "clients-per-round": self.asked_per_round,
             "quorum": self.settings.quorum,
@@ -165,6 +168,7 @@ def save(
             "failed_rounds": point.failed_rounds,
             "conduct": asdict(point.conduct),
             "told": point.told,
+            **({"spent": point.spent.to_dict()} if point.spent else {}),
             "identity": fed.identity(),
         },
         fed.settings.keep_checkpoints,
@@ -182,7 +186,7 @@ def begin(fed: Federation, params: Params) -> Point:
     private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
     start = {f"private/{name}": params[name] for name in private}
     fed.transport.restore({client: copy(start) for client in fed.transport.clients()})
-    return Point(0, copy(params))
+    return Point(0, copy(params), spent=begin_privacy(fed.exchange.privacy))
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
@@ -213,7 +217,8 @@ def resume(fed: Federation, params: Params) -> Point | None:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, told)
+    spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, spent, told)
 
 
 def write_final(fed: Federation, point: Point) -> None:

@@ -35,6 +35,8 @@ class LayerTensors:
         context: the running average of keys, `[batch, kv_heads, head_dim]`, with `memory.keys = "context"`.
         waiting: what is written once it leaves the window, with `memory.write = "leaving"`.
         momentum: the state's momentum, as `state`, with a rule that has one.
+        recent: the last tokens' q, k and v, with `memory.conv_tokens`.
+        gathered, taken: the mini-batch so far, with a rule that has an inner model.
     """
 
     keys: Tensor | None = None
@@ -45,11 +47,14 @@ class LayerTensors:
     context: Tensor | None = None
     waiting: Tensor | None = None
     momentum: Tensor | None = None
+    recent: Tensor | None = None
+    gathered: Tensor | None = None
+    taken: Tensor | None = None
 
     @property
     def written(self) -> Written | None:
         """What the memory holds, or `None` if it is empty."""
-        return None if self.state is None else Written(self.state, self.context, self.waiting, self.momentum)
+        return None if self.state is None else Written(*(getattr(self, name) for name in Written._fields))
 
     def map(self, function: Any) -> LayerTensors:
         """Applies `function` to every tensor that is there."""
@@ -159,8 +164,9 @@ class MemoryCache(Cache):  # type: ignore[misc]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def state_bytes(self) -> int:
-        """Bytes of the memory states alone, their momentum included."""
-        held = [t for layer in self.layers for t in (layer.tensors.state, layer.tensors.momentum) if t is not None]
+        """Bytes of the memory states alone, with what their rule carries beside them."""
+        names = ("state", "momentum", "gathered", "taken")
+        held = [t for layer in self.layers for n in names if (t := getattr(layer.tensors, n)) is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
     def commit(self, counts: Tensor, positions: Tensor, has_padding: bool, new_tokens: int) -> None:

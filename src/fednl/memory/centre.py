@@ -51,7 +51,7 @@ def centre(model: nn.Module, input_ids: Tensor) -> None:
     family: str = decoder.config.model_type
     source = sources(family)
     for index, memory in owner.layers.items():
-        if memory.projection is None:
+        if memory.projection is None or not memory.projection.rank:
             raise BackboneError("memory.rank is 0, so there is no projection to centre; set memory.rank to at least 1.")
         for name in memory.projection.shifted:
             shifts.append(getattr(memory.projection, f"{name}_shift"))

@@ -6,64 +6,45 @@ strength per KV head and the gate per query head are ours where the paper is sil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from fednl.memory.gate import Gate
 from fednl.memory.precision import Spared
+from fednl.memory.projection import Convolution, Projection
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.update_rules import function
 from fednl.memory.window import WindowContext
-from fednl.memory.write import Affine, Strengths, Write, logit
+from fednl.memory.write import Inner, Strengths, Write
 
-GATE_AT_START = 0.1
 NORM_EPSILON = 1e-6
-
-
-class Projection(nn.Module):
-    """What the memory path adds to the backbone's own q, k and v: `x -> (x down) up + shift`, zero at the start.
-
-    The static attention path never sees it (that is what `lora` is for). Only queries and keys have a shift: a language
-    model's keys share a large common part, which makes every key look like every other; `fednl.memory.centre`
-    sets the shift to take it away. `shifted` names those that have one.
-    """
-
-    def __init__(self, inputs: int, outputs: dict[str, int], rank: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.shifted = tuple(name for name in outputs if name[0] != "v")
-        for name, size in outputs.items():
-            down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
-            self.register_parameter(f"{name}_down", nn.Parameter(down))
-            self.register_parameter(f"{name}_up", nn.Parameter(torch.zeros(size, rank)))
-            if name in self.shifted:
-                self.register_parameter(f"{name}_shift", nn.Parameter(torch.zeros(size)))
-
-    def forward(self, x: Tensor, name: str) -> Tensor:
-        """`x [..., inputs]` -> `[..., outputs[name]]`, in `x`'s dtype."""
-        down, up = getattr(self, f"{name}_down"), getattr(self, f"{name}_up")
-        shift = getattr(self, f"{name}_shift", None)
-        return F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype), None if shift is None else shift.to(x.dtype))
 
 
 class Written(NamedTuple):
     """What a memory holds of the tokens so far.
 
     Attributes:
-        state: `[batch, kv_heads, head_dim, head_dim]`, float32.
+        state: `[batch, kv_heads, head_dim, head_dim]`, float32; with an inner model one row more, for its bias.
         context: the addresses' running average with `keys = "context"`, `[batch, kv_heads, head_dim]`, else `None`.
         waiting: key, value and write strength of the tokens still in the window, with `write = "leaving"`,
             `[batch, slots, writes * kv_heads, 2 * head_dim + 1]`, and the rule's further strengths; else `None`.
         momentum: the state's momentum, as `state`, with a rule that has one, else `None`.
+        recent: what the last tokens gave the convolution, `[batch, conv_tokens - 1, channels]`, else `None`.
+        gathered: the mini-batch so far, as `state`, with a rule that has an inner model, else `None`.
+        taken: how many of its tokens came, `[batch]` int64, else `None`.
     """
 
     state: Tensor
     context: Tensor | None
     waiting: Tensor | None = None
     momentum: Tensor | None = None
+    recent: Tensor | None = None
+    gathered: Tensor | None = None
+    taken: Tensor | None = None
 
 
 class MemoryLayer(Spared):
@@ -85,21 +66,30 @@ class MemoryLayer(Spared):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.convex = config.mixing == "convex"
-        self.chunk_tokens = config.chunk_tokens
+        self.chunk_tokens, self.mini_batch_tokens = config.chunk_tokens, config.mini_batch_tokens
         self.silu = config.feature == "silu"
         self.leaving = config.write == "leaving"
         self.rule, self.writes = config.update_rule, config.writes
-        self.write = Write(hidden, kv_heads, config)
-        start = logit(GATE_AT_START) if self.convex else GATE_AT_START
-        self.gate = Affine(hidden, heads, bias=start)
+        inner = Inner(kv_heads, head_dim, generator) if self.rule.inner else None
+        self.write = Write(hidden, kv_heads, config, inner)
+        self.gate = Gate(hidden, heads, head_dim, config)
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         if config.keys == "context":  # addresses are asked for by addresses
             sizes = {"v": sizes["v"]}
         self.further = [str(number) for number in range(2, self.writes + 1)]
         for name in self.further:
             sizes |= {f"k{name}": kv_heads * head_dim, f"v{name}": kv_heads * head_dim}
-        self.projection = Projection(hidden, sizes, config.rank, generator) if config.rank else None
+        # What is made of the backbone's own q, k and v; with addresses, further keys are made of these.
+        own = sizes if config.keys == "token" else {name: size for name, size in sizes.items() if name[0] == "v"}
+        self.own = tuple(own)
+        convolution = Convolution(own, config.conv_tokens) if config.conv_tokens else None
+        projects = bool(config.rank or convolution)
+        self.projection = Projection(hidden, sizes, config.rank, generator, convolution) if projects else None
+
+    def convolved(self) -> list[Tensor]:
+        """The convolution's weights, `[channels, conv_tokens]` each; empty without one."""
+        convolution = None if self.projection is None else self.projection.convolution
+        return [] if convolution is None else list(convolution.parameters())
 
     def forward(
         self,
@@ -137,7 +127,7 @@ class MemoryLayer(Spared):
         """
         with torch.autocast(hidden.device.type, enabled=False):
             read, written = self._write_and_read(hidden, q, k, v, keep, past, window, addresses)
-            return (attended if gate_scale == 0 else self._hear(attended, hidden, read, gate_scale)), written
+            return (attended if gate_scale == 0 else self.gate.mix(attended, hidden, read, gate_scale)), written
 
     def _write_and_read(
         self,
@@ -150,17 +140,17 @@ class MemoryLayer(Spared):
         window: WindowContext | None,
         addresses: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]] | None,
     ) -> tuple[Tensor, Written]:
-        x = hidden.to(torch.promote_types(self.write.weight.dtype, torch.float32))
+        x = hidden.to(torch.promote_types(self.write.bias.dtype, torch.float32))
         strengths = self.write.strengths(x, keep)
+        parts, recent = self._projected(x, {"q": q, "k": k, "v": v}, keep, None if past is None else past.recent)
         if addresses is None:
-            queries, keys, context = self._of_token(x, q, "q"), self._of_token(x, k, "k"), None
+            queries, keys, context = self._directed(parts["q"]), self._directed(parts["k"]), None
         else:
             queries, keys, context = addresses(keep, None if past is None else past.context)
-        values = self._project(x, v, "v")
+        values = parts["v"]
         if self.further:
-            own = k if addresses is None else None
-            keys = torch.cat([keys, *(self._further_keys(x, own, keys, name) for name in self.further)], 2)
-            values = torch.cat([values, *(self._project(x, v, f"v{name}") for name in self.further)], 2)
+            keys = torch.cat([keys, *(self._further_keys(x, parts, keys, f"k{name}") for name in self.further)], 2)
+            values = torch.cat([values, *(parts[f"v{name}"] for name in self.further)], 2)
         waiting = None
         if window is not None and self.leaving:
             held = torch.cat([keys, values, *(s.unsqueeze(-1) for s in strengths if s is not None)], -1)
@@ -171,52 +161,60 @@ class MemoryLayer(Spared):
             leaving = iter(part.squeeze(-1) for part in parts)
             strengths = Strengths._make(None if s is None else next(leaving) for s in strengths)
             waiting = window.retain(held, 1)
-        read, state, momentum = self._update(queries, keys, values, strengths, past)
+        read, written = self._update(queries, keys, values, strengths, past)
         # Addresses are per KV head, and so is what they read; its query heads hear the same, each at its own gate.
         read = read.repeat_interleave(self.heads // read.shape[2], dim=2)
-        return read, Written(state, context, waiting, momentum)
+        return read, Written(context=context, waiting=waiting, recent=recent, **written)
 
     def _update(
         self, queries: Tensor, keys: Tensor, values: Tensor, strengths: Strengths, past: Written | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Runs the update rule: what is read, and state and momentum after it."""
-        given: dict[str, Any] = {"state": None if past is None else past.state, "chunk_tokens": self.chunk_tokens}
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Runs the update rule: what is read, and what it carries on, by the name in `Written`."""
+        given: dict[str, Any] = {}
+        carried = ["state"]
         written = (keys, values, strengths.beta)
         if self.rule.several:
             written = tuple(part.unflatten(2, (self.writes, self.kv_heads)) for part in written)
         if strengths.log_decay is not None:
             given["log_decay"] = strengths.log_decay[..., : self.kv_heads]
-        if strengths.log_momentum is not None and strengths.real is not None:
-            given |= {"log_momentum": strengths.log_momentum, "keep": strengths.real[..., 0] > 0}
-            given["momentum"] = None if past is None else past.momentum
-        read, state, *momentum = function(self.rule.fast)(queries, *written, **given)
-        return read, state, momentum[0] if momentum else None
+        if strengths.real is not None:
+            given["keep"] = strengths.real[..., 0] > 0
+        if strengths.log_momentum is not None:
+            given["log_momentum"] = strengths.log_momentum
+            carried += ["momentum"]
+        if self.write.inner is not None:
+            written = (keys, values, strengths.beta / self.head_dim)
+            given |= {"batch_tokens": self.mini_batch_tokens, **dict(self.write.inner.named_parameters())}
+            carried += ["gathered", "taken"]
+        else:
+            given["chunk_tokens"] = self.chunk_tokens
+        given |= {name: None if past is None else getattr(past, name) for name in carried}
+        read, *after = function(self.rule.fast)(queries, *written, **given)
+        return read, dict(zip(carried, after, strict=True))
 
-    def _hear(self, attended: Tensor, hidden: Tensor, read: Tensor, gate_scale: float) -> Tensor:
-        """Mixes the read into the attention's output, as much as the gate says."""
-        logits = self.gate(hidden.to(read.dtype))
-        gate = (torch.sigmoid(logits) if self.convex else torch.tanh(logits)).unsqueeze(-1) * gate_scale
-        static = attended.to(read.dtype).view(read.shape)
-        mixed = (1 - gate) * static + gate * read if self.convex else static + gate * read
-        return mixed.view(attended.shape).to(attended.dtype)
+    def _projected(
+        self, x: Tensor, own: dict[str, Tensor], keep: Tensor | None, recent: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What is made of the backbone's own q, k and v, `[batch, tokens, heads, head_dim]` by name."""
+        parts = {name: self._changed(x, own[name[0]].to(x.dtype), name) for name in self.own}
+        if self.projection is not None and self.projection.convolution is not None:
+            parts, recent = self.projection.convolution(parts, keep, recent)
+        return {name: part.view(*part.shape[:2], -1, self.head_dim) for name, part in parts.items()}, recent
 
-    def _of_token(self, x: Tensor, own: Tensor, name: str) -> Tensor:
-        """Queries or keys of length 1 from the backbone's own projection."""
-        projected = self._project(x, own, name)
-        return unit(F.silu(projected) if self.silu else projected)
+    def _changed(self, x: Tensor, part: Tensor, name: str) -> Tensor:
+        """`[batch, tokens, heads * head_dim]` with its low-rank change."""
+        return part if self.projection is None or not self.projection.rank else part + self.projection(x, name)
 
-    def _further_keys(self, x: Tensor, own: Tensor | None, keys: Tensor, name: str) -> Tensor:
+    def _directed(self, part: Tensor) -> Tensor:
+        """Queries or keys of length 1."""
+        return unit(F.silu(part) if self.silu else part)
+
+    def _further_keys(self, x: Tensor, parts: dict[str, Tensor], keys: Tensor, name: str) -> Tensor:
         """Keys of a token's further write: from its own k, or its address with a change; of length 1 at most."""
-        if own is not None:
-            return self._of_token(x, own, f"k{name}")
-        turned = self._project(x, keys.flatten(2), f"k{name}")
+        if name in parts:
+            return self._directed(parts[name])
+        turned = self._changed(x, keys.flatten(2), name).view(keys.shape)
         return turned * turned.square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
-
-    def _project(self, x: Tensor, own: Tensor, name: str) -> Tensor:
-        projected = own.to(x.dtype)
-        if self.projection is not None:
-            projected = projected + self.projection(x, name)
-        return projected.view(*projected.shape[:2], -1, self.head_dim)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Site:
         """Raises `BackboneError` unless the layer's memory and its part of the cache are where its input is."""
         memory, held = self.owner.layers.get(self.index), None if cache is None else cache.layers[self.index].tensors
         for what, tensor in (
-            ("rules are", None if memory is None else memory.gate.weight),
+            ("rules are", None if memory is None else memory.gate.bias),
             ("cached keys are", None if held is None else held.keys),
             ("memory state is", None if held is None else held.state),
         ):

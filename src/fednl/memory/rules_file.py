@@ -176,6 +176,8 @@ def check_settings(
     )
     if not here.update_rule.several:
         unread.add("writes_per_token")
+    if not here.update_rule.inner:
+        unread.add("mini_batch_tokens")
     for key in sorted(MemoryConfig.model_fields.keys() - may_differ - unread):
         mine, theirs = getattr(here, key), getattr(saved, key)
         if mine != theirs:

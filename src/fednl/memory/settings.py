@@ -29,6 +29,7 @@ class MemoryConfig(BaseModel):
         rule: how the state is written, a name in `fednl.memory.update_rules.RULES`; `"delta"` is
             S += beta (v - S k) k^T.
         writes_per_token: how many writes a token makes, 1 to 8. Only the rules that make several read it.
+        mini_batch_tokens: tokens whose gradients are taken at one state, by `"ttt-linear"` alone; changes its results.
         rank: rank of the memory's own low-rank change of q, k and v; 0 for none.
         keys: what a value is stored under: `"context"` is a weighted running average of the tokens before it, asked for
             by the average up to the asking token; `"token"` is the token's own k, asked for by q, as in the paper.
@@ -37,12 +38,17 @@ class MemoryConfig(BaseModel):
         address_rank: rank of the projection from that layer's inputs to the averages; 0 for a full matrix.
         write: when a token is written: `"now"`, or when it is `"leaving"` the attention window, so that the memory
             holds exactly what attention no longer sees; with full attention it is always now.
+        conv_tokens: q, k and v are mixed with those of their last real tokens, this many with their own, 2 to 16; 0 for
+            not at all. Addresses are not mixed any further.
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
-        write_start: the write strength that fresh rules begin with, above 0 and below 1 (with momentum 0.81 of it).
+        write_start: the write strength that fresh rules begin with, above 0 and below 1 (with momentum 0.81 of it; by
+            `"ttt-linear"` it is divided by the width of a head, as published).
         write_range: write strengths lie between 0 and this, 1 or 2. Above 1 a write takes away more than was there, so
             that a state can change its sign; a rule that this would make unstable takes 1 only.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
-        gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token.
+        gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token, `"head"` one
+            learned number per query head, `"layer"` one per layer.
+        read_norm: whether each head's read is scaled to a root mean square of 1, times one learned number per channel.
         window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
         sink_tokens: how many of each row's first real tokens attention always sees.
         chunk_tokens: tokens per chunk of the chunked form, with a rule that decays at most 128; changes speed, not
@@ -64,16 +70,19 @@ class MemoryConfig(BaseModel):
     layers: str = "last:15"
     rule: str = "delta"
     writes_per_token: int = Field(default=2, ge=1, le=8)
+    mini_batch_tokens: int = Field(default=16, ge=1, le=1024)
     rank: int = Field(default=8, ge=0)
     keys: Literal["token", "context"] = "context"
     address_layer: int = Field(default=2, ge=0)
     address_rank: int = Field(default=0, ge=0)
     write: Literal["now", "leaving"] = "now"
+    conv_tokens: int = Field(default=0, ge=0, le=16)
     feature: Literal["silu", "linear"] = "linear"
     write_start: float = Field(default=0.05, gt=0, lt=1)
     write_range: Literal[1, 2] = 1
     mixing: Literal["additive", "convex"] = "additive"
-    gate: Literal["input"] = "input"
+    gate: Literal["input", "head", "layer"] = "input"
+    read_norm: bool = False
     window_tokens: int = Field(default=64, ge=0)
     sink_tokens: int = Field(default=4, ge=0)
     chunk_tokens: int = Field(default=32, ge=1, le=1024)
@@ -94,6 +103,13 @@ class MemoryConfig(BaseModel):
         if value not in RULES:
             *others, last = (repr(name) for name in RULES)
             raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+        return value
+
+    @field_validator("conv_tokens")
+    @classmethod
+    def _reaches_a_token(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("conv-tokens = 1 would only scale each channel; use 0 for no convolution, or at least 2")
         return value
 
     @model_validator(mode="after")

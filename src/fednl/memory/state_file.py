@@ -248,14 +248,19 @@ def _expected(
         if window:
             mine |= {name: ([batch, heads, config.sink_tokens, size], "") for name in ("sink_keys", "sink_values")}
         if index in owner.layers:
-            wide = _name(torch.promote_types(owner.layers[index].write.weight.dtype, torch.float32))
-            mine["state"] = [batch, heads, size, size], wide
+            wide = _name(torch.promote_types(owner.layers[index].write.bias.dtype, torch.float32))
+            mine["state"] = [batch, heads, size + rule.inner, size], wide
             if rule.momentum:
                 mine["momentum"] = mine["state"]
+            if rule.inner:
+                mine |= {"gathered": mine["state"], "taken": ([batch], "int64")}
+            if config.conv_tokens:
+                channels = sum(weight.shape[0] for weight in owner.layers[index].convolved())
+                mine["recent"] = [batch, config.conv_tokens - 1, channels], wide
             if config.keys == "context":
                 mine["context"] = [batch, heads, size], wide
             if window and config.write == "leaving":
-                columns = 2 * size + 1 + rule.decays + 2 * rule.momentum
+                columns = 2 * size + 1 + rule.decays + 2 * rule.momentum + rule.inner
                 mine["waiting"] = [batch, slots, config.writes * heads, columns], wide
         found |= {f"layers.{index}.{name}": fit for name, fit in mine.items()}
     return found

@@ -15,13 +15,16 @@ class UpdateRule:
     Args:
         fast: the function that layers run, as `module:name` within `fednl.memory`. It takes `q`, `k`, `v`, `beta`,
             `state` and `chunk_tokens` as `delta_rule` does, and what the flags below add; it returns the answers, the
-            state and, with `momentum`, the momentum.
+            state and, with `momentum` or `inner`, what else is carried on.
         reference: its specification, token by token, in the same form.
         decays: it takes `log_decay`, learned per KV head and token.
         momentum: it takes `log_momentum`, `keep` and `momentum`, and gives the momentum back.
         several: `k`, `v` and `beta` have a dimension for the writes of a token after `tokens`.
+        inner: its state is the change of a small model that tokens train in mini-batches. Instead of `chunk_tokens` it
+            takes `batch_tokens`, and `start`, `scale`, `shift`, `keep`, `gathered` and `taken`; it gives the last two
+            back.
         widest: the largest `write-range` under which, with keys of at most length 1, no write amplifies the state; for
-            the Hebbian rule, whose writes take nothing away, the largest there is.
+            the Hebbian rule, whose writes take nothing away, the largest there is. 1 where no bound is known.
     """
 
     fast: str
@@ -29,6 +32,7 @@ class UpdateRule:
     decays: bool = False
     momentum: bool = False
     several: bool = False
+    inner: bool = False
     widest: int = 2
 
 
@@ -50,6 +54,7 @@ RULES: dict[str, UpdateRule] = {
     "titans": UpdateRule(
         "rules_chunked:titans_rule", "rules_reference:titans_reference", decays=True, momentum=True, widest=1
     ),
+    "ttt-linear": UpdateRule("ttt:ttt_linear_rule", "ttt:ttt_linear_reference", inner=True, widest=1),
 }
 """The update rules by the name that `[memory] rule` takes."""
 

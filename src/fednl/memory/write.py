@@ -13,19 +13,24 @@ from fednl.memory.settings import MemoryConfig
 
 DECAY_AT_START = 0.999
 MOMENTUM_AT_START = 0.1
+INNER_DEVIATION = 0.02
 
 
 class Affine(nn.Module):
-    """`weight x + bias`. Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule."""
+    """`weight x + bias`, or with no inputs the bias alone.
+
+    Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, inputs))
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs)) if inputs else None
         self.bias = nn.Parameter(torch.full((outputs,), bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x [..., inputs]` -> `[..., outputs]`, in `x`'s dtype."""
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        """`x [..., inputs]` -> `[..., outputs]`, without inputs `[outputs]`; in `x`'s dtype."""
+        bias = self.bias.to(x.dtype)
+        return bias if self.weight is None else F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Strengths(NamedTuple):
@@ -35,7 +40,7 @@ class Strengths(NamedTuple):
         beta: the write strengths.
         log_decay, log_momentum: logarithms of the factors on state and momentum, 0 for all writes of a token but the
             first; `None` where the rule has none.
-        real: 1 for a token, 0 for padding; `None` where the rule needs no telling.
+        real: 1 for a token, 0 for padding; `None` where the rule needs no telling (momentum and inner models do).
     """
 
     beta: Tensor
@@ -57,18 +62,20 @@ class Write(Affine):
         hidden: width of the residual stream.
         kv_heads: key/value heads.
         config: the memory settings.
+        inner: where the rule has an inner model, what it begins with.
 
     Source: sigmoid decays from the data as in Titans (arXiv 2501.00663) and Gated DeltaNet (arXiv 2412.06464); one
     momentum for all tokens, the scaling and all starts are ours.
     """
 
-    def __init__(self, hidden: int, kv_heads: int, config: MemoryConfig) -> None:
+    def __init__(self, hidden: int, kv_heads: int, config: MemoryConfig, inner: Inner | None = None) -> None:
         rule, share = config.update_rule, config.write_start / config.write_range
         super().__init__(hidden, config.writes * kv_heads, bias=logit(share))
         self.range, self.writes = config.write_range, config.writes
         self.decay = Affine(hidden, kv_heads, bias=logit(DECAY_AT_START)) if rule.decays else None
         start = torch.full((kv_heads,), logit(MOMENTUM_AT_START))
         self.momentum = nn.Parameter(start) if rule.momentum else None
+        self.inner = inner
 
     def strengths(self, x: Tensor, keep: Tensor | None) -> Strengths:
         """`x [batch, tokens, hidden]` -> the strengths; where `keep [batch, tokens]` is False they change nothing."""
@@ -79,11 +86,13 @@ class Write(Affine):
         if real is not None:
             beta = beta * real
         decay = None if self.decay is None else self._log(self.decay(x), real)
-        if self.momentum is None:
+        if self.momentum is None and self.inner is None:
             return Strengths(beta, decay)
+        told = torch.ones_like(beta) if real is None else real.expand_as(beta).to(beta.dtype)
+        if self.momentum is None:
+            return Strengths(beta, decay, None, told)
         momentum = self.momentum.to(x.dtype)
         beta = beta * torch.sigmoid(-momentum).square()
-        told = torch.ones_like(beta) if real is None else real.expand_as(beta).to(beta.dtype)
         return Strengths(beta, decay, self._log(momentum.expand_as(beta), real), told)
 
     def _log(self, logits: Tensor, real: Tensor | None) -> Tensor:
@@ -92,6 +101,25 @@ class Write(Affine):
         if real is not None:
             log = log * real
         return F.pad(log, (0, (self.writes - 1) * log.shape[-1]))
+
+
+class Inner(nn.Module):
+    """What TTT-Linear's inner model begins with, and its layer norm; part of the group `write`.
+
+    Args:
+        kv_heads: key/value heads; each has a model of its own.
+        head_dim: width of a head.
+        generator: draws the weights, normal with deviation 0.02; bias and shift begin at 0, the scale at 1.
+
+    Source: Sun et al. 2024 (arXiv 2407.04620), section 2.7: the start is learned as every other weight is.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, generator: torch.Generator) -> None:
+        super().__init__()
+        weights = INNER_DEVIATION * torch.randn(kv_heads, head_dim, head_dim, generator=generator)
+        self.start = nn.Parameter(F.pad(weights, (0, 0, 0, 1)))
+        self.scale = nn.Parameter(torch.ones(kv_heads, head_dim))
+        self.shift = nn.Parameter(torch.zeros(kv_heads, head_dim))
 
 
 def logit(share: float) -> float:

@@ -11,6 +11,8 @@ from fednl.federation.algorithms.fedprox import FedProx
 from fednl.federation.algorithms.fedssi import FedSsi
 from fednl.federation.algorithms.fedyogi import FedYogi
 from fednl.federation.algorithms.ffa_lora import FfaLora
+from fednl.federation.algorithms.flexlora import FlexLora
+from fednl.federation.algorithms.flora import Flora
 from fednl.federation.algorithms.i2cl import I2cl
 from fednl.federation.algorithms.ifed_icl import IfedIcl
 from fednl.federation.algorithms.local_only import LocalOnly
@@ -32,6 +34,8 @@ __all__ = [
     "FedSsi",
     "FedYogi",
     "FfaLora",
+    "FlexLora",
+    "Flora",
     "I2cl",
     "IfedIcl",
     "LocalOnly",
@@ -51,6 +55,8 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "ffa-lora": FfaLora,
+    "flexlora": FlexLora,
+    "flora": Flora,
     "fedala": FedAla,
     "ewc": Ewc,
     "fedssi": FedSsi,

@@ -84,7 +84,7 @@ class IfedIcl(FedAvg):
             return super().finish(params, received, state, problem)
         state = {name: tensor for name, tensor in state.items() if not name.startswith("own/")}
         if problem.num_examples < self.settings.min_examples:
-            return Message(copy(received.params), status="empty"), state
+            return Message(copy(received.params), status="withheld"), state
         return Message(copy(received.params), copy(own), num_examples=problem.num_examples), state
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
