@@ -209,8 +209,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
-        losses = {r.job.header["client"]: answer_of(r)["loss"] for r in pool.map(jobs)}
-        return Validation.of_clients({client: losses[client] for client in own})
+        told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
+        return Validation.of_clients(
+            {client: told[client]["loss"] for client in own},
+            {client: told[client]["correct"] for client in own if "correct" in told[client]},
+        )
 
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:

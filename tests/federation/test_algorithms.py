@@ -100,6 +100,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "fedssi": {"strength": 0.0},
     "reptile": {"outer_lr": 1.0},
     "per-fedavg": {"inner_lr": 0.0},
+    "ifed-icl": {},  # the toys leave no context vectors
 }
 
 

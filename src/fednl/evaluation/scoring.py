@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def score_candidates(
     *,
     arm: str,
     make_cache: Callable[[nn.Module], Any],
-    ids: Literal["prompt_ids", "removed_ids"] = "prompt_ids",
+    ids: str = "prompt_ids",
     zero_state_at_question: bool = False,
     batch: int = 8,
     piece_tokens: int = 2048,
@@ -84,7 +84,8 @@ def score_candidates(
         arm: the arm's name, for error messages.
         make_cache: makes an empty cache for the model, for example `fednl.MemoryCache`. It must know
             `batch_repeat_interleave(n)`, and `reset_state()` where `zero_state_at_question` is set.
-        ids: which tokens are the prompt: with the events, or with every event replaced by filler.
+        ids: which tokens of an example are the prompt: `prompt_ids`, `removed_ids` (every event replaced by filler), or
+            another attribute that the examples have.
         zero_state_at_question: forget the memory state (not the window) just before the question.
         batch: questions per forward pass, at least 1; results do not depend on it beyond rounding.
         piece_tokens: the prompt is read in pieces of at most this many tokens, to bound the attention mask.

@@ -51,6 +51,8 @@ FAMILIES = {
 """The families that memory attaches to, by `config.model_type`."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
+KEEPS_FROZEN = "_fednl_keeps_frozen"
+"""Set on a model by an adapter that is no part of its tree, while it needs the backbone frozen."""
 
 
 class Removable(Protocol):
@@ -204,8 +206,8 @@ def freeze(model: nn.Module, keep: Iterable[nn.Parameter] = ()) -> None:
 
 
 def thaw(model: nn.Module) -> None:
-    """Lets the backbone train as it did before `freeze`, once neither memory nor PEFT is on the model."""
-    if is_attached(model) or hasattr(model, "peft_config"):
+    """Lets the backbone train as it did before `freeze`, once no adapter is left on the model."""
+    if is_attached(model) or hasattr(model, "peft_config") or KEEPS_FROZEN in model.__dict__:
         return
     for module in model.modules():
         for parameter in module.__dict__.pop(FROZEN, ()):
