@@ -111,11 +111,11 @@ def test_a_prompt_is_asked_in_the_papers_words_or_the_harnesss(
     text, one = asked("letters")
     n = one.gold
     options = [f"{letter}. answer {n}{letter.lower()}" for letter in "ABCD"]
-    assert text == f"Question: What is {n} of jurisprudence? {' '.join(options)} Answer:"
-    assert [tokenizer.decode(ids) for ids in one.candidate_ids] == [" A", " B", " C", " D"]  # type: ignore[attr-defined]
+    assert text == f"Question: What is {n} of jurisprudence? {' '.join(options)} Answer: "
+    assert [tokenizer.decode(ids) for ids in one.candidate_ids] == ["A", "B", "C", "D"]  # type: ignore[attr-defined]
     text, one = asked("letters", template="harness")
     options = [f"{letter}. answer {n}{letter.lower()}" for letter in "ABCD"]
-    assert text == f"What is {n} of jurisprudence?\n" + "\n".join(options) + "\nAnswer:"
+    assert text == f"What is {n} of jurisprudence?\n" + "\n".join(options) + "\nAnswer: "
     text, one = asked("candidates")
     assert text == f"Question: What is {n} of jurisprudence? Answer:"
     # Bytes that all four texts share are read with the prompt only if the prompt alone goes on so: it does not.
@@ -145,15 +145,17 @@ class JoiningTokenizer:
 
 def test_letters_are_tokenised_with_the_prompt(source: str, groups: str) -> None:
     one = made(source, groups, JoiningTokenizer())["law"].test[0]
-    assert one.candidate_ids == tuple((0, ord(letter)) for letter in "ABCD")
-    assert chr(one.prompt_ids[-1]) == "r"  # the colon belongs to what follows
+    assert one.candidate_ids == tuple((ord(letter),) for letter in "ABCD")
+    assert one.prompt_ids[-2:] == (ord("r"), 0)  # the colon and the space are one token, read with the prompt
+    text = made(source, groups, JoiningTokenizer(), "candidates")["law"].test[0]
+    assert chr(text.prompt_ids[-1]) == "r" and {ids[0] for ids in text.candidate_ids} == {0}
 
 
 def test_long_questions_are_refused_or_left_out(source: str, groups: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [row(n, "jurisprudence") for n in range(12)]
     rows[4]["question"] *= 30
     long = write_rows(tmp_path / "long.jsonl", rows)
-    with pytest.raises(DataError, match=r"line 5: its prompt has 880 tokens and data.tokens is 200"):
+    with pytest.raises(DataError, match=r"line 5: its prompt has 881 tokens and data.tokens is 200"):
         made(long, groups, tokenizer, clients=1, tokens=200)
     splits = made(long, groups, tokenizer, clients=1, tokens=200, long_questions="leave-out")["law"]
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 11

@@ -104,7 +104,7 @@ def test_four_logits_of_one_pass_are_what_is_compared(examples: list[ChoiceExamp
         logits = model(torch.tensor([one.prompt_ids])).logits[0, -1]
         four = torch.stack([logits[ids[0]] for ids in one.candidate_ids])
         assert found[1][place].chosen == int(four.argmax())
-        nats = float(logits.logsumexp(0) - four[one.gold])
+        nats = (logits.logsumexp(0) - four[one.gold]).item()
         for batch in (1, 4, 8):
             assert found[batch][place].chosen == found[1][place].chosen
             assert found[batch][place].nats_per_token == pytest.approx(nats, abs=1e-5)

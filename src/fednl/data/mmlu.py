@@ -215,12 +215,13 @@ class _Prompts:
         for place, one in enumerate(asked):
             rows = encoded[place * 5 : place * 5 + 5]
             # Letters and texts are tokenised together with the prompt, so that none gets a token it would not have.
-            shared = _shared(rows)
+            # What all letters begin with (a space, where that is a token of its own) is read with the prompt: one pass.
+            shared = _shared(rows[1:] if self._letters else rows)
             if shared <= self._tokens:
                 ids = tuple(tuple(row[shared:]) for row in rows[1:])
                 made.append(
                     ChoiceExample(
-                        client, "", 0, one.subject, tuple(rows[0][:shared]), self._answers(one), ids, one.gold
+                        client, "", 0, one.subject, tuple(rows[1][:shared]), self._answers(one), ids, one.gold
                     )
                 )
             elif self._own.long_questions == "refuse":
