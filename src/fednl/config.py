@@ -73,8 +73,8 @@ class Config(BaseModel):
         privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
-        algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
-        task: the task's own section as written; checked by `task_settings`.
+        algorithm: the algorithm's own section, by kebab-case key; `method_settings` gives it typed.
+        task: the task's own section, by kebab-case key; `task_settings` gives it typed.
     """
 
     model_config = ConfigDict(
@@ -120,10 +120,11 @@ class Config(BaseModel):
         values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
         for name, kind in sections.items():
             values[name] = check.section(_kebab(name), kind, table.get(_kebab(name), {}))
+        for key, kind in (("algorithm", kind_of_own), ("task", task_settings(own["task"]))):
+            if kind is not None:
+                checked = check.section(own[key], kind, values[key])
+                values[key] = checked.model_dump(mode="json", by_alias=True, exclude_none=True)
         config = cls(**values)
-        check.section(own["algorithm"], kind_of_own, config.algorithm)
-        if kind_of_task := task_settings(own["task"]):
-            check.section(own["task"], kind_of_task, config.task)
         _check_arms(config, check)
         if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
@@ -180,14 +181,11 @@ class Config(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
         table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_OWN))
-        for name, settings in (
-            (self.federation.algorithm, self.method_settings),
-            (self.data.task, self.task_settings),
-        ):
-            own = settings.model_dump(mode="json", by_alias=True, exclude_none=True) if settings else {}
-            if own:
-                table[name] = own
-        return table
+        own = {self.federation.algorithm: self.method_settings, self.data.task: self.task_settings}
+        told = {
+            name: kind.model_dump(mode="json", by_alias=True, exclude_none=True) for name, kind in own.items() if kind
+        }
+        return table | {name: keys for name, keys in told.items() if keys}
 
     def to_json(self) -> str:
         """Gives `to_dict` as JSON, one key a line."""
