@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
 from fednl.memory.attach import attach_memory, detach_memory, rules
+from fednl.memory.families import heads_of
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.sites import attachment, find_decoder, is_attached
 from fednl.runs import write_atomic
@@ -41,7 +42,7 @@ def backbone_identity(model: nn.Module) -> dict[str, Any]:
     """
     decoder: Any = find_decoder(model)
     config = decoder.config
-    rows = decoder.embed_tokens.weight[:FINGERPRINT_ROWS].detach().to("cpu", torch.bfloat16).contiguous()
+    rows = decoder.get_input_embeddings().weight[:FINGERPRINT_ROWS].detach().to("cpu", torch.bfloat16).contiguous()
     name = getattr(model, "fednl_name", None) or Path(str(config._name_or_path or type(model).__name__)).name
     return {
         "name": name,
@@ -49,7 +50,7 @@ def backbone_identity(model: nn.Module) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": heads_of(config).kv_heads,
         "vocabulary": config.vocab_size,
         "fingerprint": hashlib.sha256(rows.view(torch.int16).numpy().tobytes()).hexdigest()[:16],
     }
