@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fednl.client import Bench, ClientProblem
 from fednl.errors import BackboneError, CheckpointError, MessageError, NonFiniteError
+from fednl.federation.lora_ranks import cut, padded
 from fednl.federation.message import Message
 from fednl.federation.validate import check_update
 from fednl.training import partition_rows, train
@@ -103,3 +104,43 @@ def test_training_that_comes_to_nan_is_refused_as_such_and_does_not_crash(backbo
         bench.score("federated", "name-date", wrong, lambda facts: None)
     healthy, _ = bench.endpoint("federated")("passkey", received, {}, lambda facts: None)
     assert all(bool(t.isfinite().all()) for t in healthy.params.values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own"), [("fedavg", {}), ("ffa-lora", {}), ("flexlora", {}), ("flora", {"flora": {"merged-rank": 2}})]
+)
+def test_clients_of_unlike_lora_ranks_train_on_one_backbone(
+    backbone: Path, tmp_path: Path, algorithm: str, own: dict[str, Any]
+) -> None:
+    config = settings(
+        backbone,
+        memory={"layers": "none"},
+        lora={"rank": 4, "targets": "q_proj,v_proj"},
+        training={"rounds": 2, "optimizer-state": "reset"},
+        federation={"algorithm": algorithm, "shared": "lora", "lora-ranks": ["passkey=1"]},
+        **own,
+    )
+    rows = train(config, tmp_path / "run").read_jsonl("rounds.jsonl")
+    assert all(row["updated"] and not row["refused"] for row in rows)
+    up = {client["name"]: client["up_bytes"] for client in rows[-1]["clients"]}
+    assert up["passkey"] < min(size for name, size in up.items() if name != "passkey")
+    error = rows[-1]["metrics"].get("lora_error")
+    assert (error is None) == (algorithm == "ffa-lora")
+    if algorithm == "flora":
+        assert error is not None and error > 0.01  # three clients' stacks in two components
+
+
+def test_padding_leaves_a_lower_rank_its_own_loss_and_gradient(backbone: Path) -> None:
+    config = settings(backbone, memory={"layers": "none"}, lora={"rank": 3, "targets": "q_proj"})
+    bench = Bench(config)
+    problem = ClientProblem(bench, "passkey", round=1)
+    params = {name: tensor + 0.1 for name, tensor in bench.start("memory").items()}
+    batch = next(iter(problem.batches("train", 1)))
+    low = cut(params, 2)
+    loss, grads = problem.run(low, batch)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in low.values()]
+    zeroed, whole = problem.run(padded(low, params), batch)
+    assert torch.equal(loss, zeroed)
+    for grad, (name, full) in zip(grads, zip(low, whole, strict=True), strict=True):
+        assert torch.equal(grad, cut({name: full}, 2)[name])
+        assert not cut({name: full}, None, skip=2)[name].any()  # what is padded has no gradient

@@ -57,7 +57,8 @@ def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-unty
 def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
     first = load_config(
         write(
-            f'[federation]\nalgorithm = "{algorithm}"\n[lora]\nrank = 2\n[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
+            f'[federation]\nalgorithm = "{algorithm}"\n[lora]\nrank = 16\n[training]\noptimizer-state = "reset"\n'
+            f'[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
         )
     )
     again = tmp_path / "again.toml"
@@ -121,6 +122,19 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         ('[memory]\nlayers = "last:0"\n', ["layers", '"last:0"', '"last:n"']),
         ('[federation]\nalgorithm = "fedav"\n', ["algorithm", '"fedav"', 'did you mean "fedavg"?']),
         ('[federation]\nalgorithm = "ffa-lora"\n', ['algorithm = "ffa-lora"', "[lora] rank = 0", "1 or more"]),
+        ('[federation]\nalgorithm = "flora"\n[lora]\nrank = 4\n', ["[lora] rank = 4", "flora", "9 or more"]),
+        (
+            '[federation]\nalgorithm = "flexlora"\n[lora]\nrank = 4\n',
+            ['optimizer-state = "keep"', '"flexlora"', 'set it to "reset"'],
+        ),
+        ('[federation]\nlora-ranks = ["passkey=2"]\n', ['lora-ranks = "passkey=2"', "0 LoRA components"]),
+        ('[federation]\nlora-ranks = ["a=5"]\n[lora]\nrank = 4\n', ['lora-ranks = "a=5"', "4 LoRA", "[lora] rank"]),
+        (
+            '[federation]\nlora-ranks = ["a=2"]\n[lora]\nrank = 4\n[combine]\nnorm-cap = 1.0\n',
+            ["lora-ranks takes the mean", "norm-cap = 0"],
+        ),
+        ('[federation]\nlora-ranks = ["a:5"]\n', ["lora-ranks", "PATTERN=RANK"]),
+        ('[federation]\nlora-ranks = ["a=0"]\n', ["lora-ranks", "at least 1"]),
         ('[federation]\nalgorithm = "fedprox"\n[fedprox]\nmu = -1.0\n', ["[fedprox] mu = -1.0", "equal to 0"]),
         ('[federation]\nalgorithm = "fedssi"\n[fedssi]\nlocality = 0.0\n', ["locality = 0.0", "greater than 0"]),
         ("[fedavgm]\nmomentum = 0.5\n", ["[fedavgm]", 'algorithm = "fedavgm"']),

@@ -15,7 +15,6 @@ from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.settings import TrainingSettings
 
 POOLED = "pooled"
-DEFAULT_LORA_RANK = 8
 
 Setup = Literal["bare", "window", "memory", "lora"]
 """What sits on the backbone: nothing, the attention window, the window and memory, or the window and LoRA."""

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fednl.arms import DEFAULT_LORA_RANK, POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
+from fednl.arms import POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
 from fednl.config import Config
-from fednl.data import NeedleExample, Splits, collate, iterate_batches, load_filler, partition_rows, task
+from fednl.data import (
+    NeedleExample,
+    Splits,
+    Stream,
+    collate,
+    iterate_batches,
+    load_filler,
+    partition_rows,
+    stream_task,
+    task,
+)
 from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
 from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
@@ -25,6 +36,8 @@ from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
 from fednl.federation.local import LocalPlan
+from fednl.federation.loop import sample_clients
+from fednl.federation.lora_ranks import padded
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.sharing import take_part
@@ -42,6 +55,7 @@ from fednl.memory.rules_file import (
 )
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.settings import DEFAULT_LORA_RANK
 from fednl.runs import Run
 from fednl.seeding import python_rng
 
@@ -84,11 +98,11 @@ class ClientProblem:
 
     def __init__(self, bench: Bench, client: str, round: int) -> None:
         self._bench, self._client, self._round = bench, client, round
-        self._examples = bench.train_examples(client)
+        self._examples = bench.train_examples(client, round)
 
     @property
     def num_examples(self) -> int:
-        """Trainable examples in the client's training split."""
+        """Trainable examples in the client's training split; in a stream, of the round's task."""
         return len(self._examples)
 
     def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
@@ -113,7 +127,8 @@ class ClientProblem:
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
             gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
-        return loss.detach(), list(gradients)
+        own = (tensor.shape for tensor in params.values())  # a client's LoRA may have fewer components than the model's
+        return loss.detach(), [grad[tuple(map(slice, shape))] for grad, shape in zip(gradients, own, strict=True)]
 
 
 class Bench:
@@ -136,22 +151,40 @@ class Bench:
             self.identity = backbone_identity(self.model)
         except BackboneError as error:
             raise BackboneError(f'backbone.id = "{config.backbone.id}": {error}') from None
-        self.data: dict[str, Splits] = task(config.data.task)(
+        made_from = (
             config.data,
             self.backbone.tokenizer,
             config.memory.window_tokens,
             config.evaluation.answer,
             config.run.seed,
         )
+        self.data: dict[str, Splits]
+        self.stream: Stream | None = None
+        if config.tasks.order:
+            self.data = stream_task(config.data.task)(*made_from, config.tasks)
+            self.stream = Stream(config.tasks, tuple(self.data))
+        else:
+            self.data = task(config.data.task)(*made_from)
         self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
 
-    def train_examples(self, client: str) -> Sequence[NeedleExample]:
-        """A client's training examples; the pooled learner's are everybody's."""
-        if client == POOLED:
-            return [example for splits in self.data.values() for example in splits.train]
-        return self.data[client].train
+    def train_examples(self, client: str, round: int) -> Sequence[NeedleExample]:
+        """A client's training examples in a round; the pooled learner's are everybody's."""
+        holders = list(self.data) if client == POOLED else [client]
+        found = [example for holder in holders for example in self.data[holder].train]
+        if self.stream is None:
+            return found
+        now = {holder: self.stream.at(holder, round) for holder in holders}
+        return [example for example in found if example.task == now[example.client]]
+
+    def task_that_ends(self, client: str, round: int) -> str:
+        """The task whose data end with a round for a client, in a stream of tasks; empty where none does."""
+        if self.stream is None or client == POOLED:
+            return ""
+        number, seed = self.config.federation.clients_per_round, self.config.run.seed
+        taking_part = [name for name in self.data if name not in self.config.data.hold_out_clients]
+        return self.stream.ends(client, round, lambda later: sample_clients(taking_part, number, seed, later))
 
     def collated(self, examples: Sequence[NeedleExample]) -> dict[str, Tensor]:
         """Examples as a batch on the backbone's device."""
@@ -191,9 +224,12 @@ class Bench:
         return {name: tensor.clone() for name, tensor in self._start[setup].items()}
 
     def put(self, params: Params) -> dict[str, Tensor]:
-        """Copies values into the mounted setup's live parameters, and gives these by name."""
+        """Copies values into the mounted setup's live parameters, and gives these by name.
+
+        LoRA factors of a lower rank than the model's get zero components.
+        """
         live = self._live()
-        assign(live, params, "the params of this message")
+        assign(live, padded(params, live), "the params of this message")
         return live
 
     def endpoint(self, arm: str) -> Callable[..., tuple[Message, ClientState]]:
@@ -208,20 +244,22 @@ class Bench:
         ) -> tuple[Message, ClientState]:
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
-            plan = LocalPlan.of(training, message.round)
+            plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))
             return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
         return train
 
-    def score(self, arm: str, client: str, params: Params, on_progress: OnProgress) -> list[Outcome]:
-        """Answers a client's test questions in one arm."""
+    def score(
+        self, arm: str, client: str, params: Params, on_progress: OnProgress, tasks: Collection[str] | None = None
+    ) -> list[Outcome]:
+        """Answers a client's test questions in one arm; `tasks` names those of a stream that are asked, None all."""
         view = VIEWS[arm]
         self.mount(view.setup)
         if view.rules:
             self.put(params)
-        examples = self.data[client].test
+        examples = [one for one in self.data[client].test if tasks is None or one.task in tasks]
         try:
-            return score_candidates(
+            outcomes = score_candidates(
                 self.model,
                 examples,
                 arm=arm,
@@ -233,6 +271,7 @@ class Bench:
             )
         except NonFiniteError as error:
             raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
+        return [replace(outcome, task=one.task) for outcome, one in zip(outcomes, examples, strict=True)]
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
         """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
@@ -315,7 +354,7 @@ def handlers(config: Config) -> dict[str, Handler]:
         return {}, call_endpoint(endpoint, job["client"], payload, state, lambda _, facts: tell(facts))
 
     def score(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        outcomes = bench().score(job["arm"], job["client"], unpack(blobs[0])[0], tell)
+        outcomes = bench().score(job["arm"], job["client"], unpack(blobs[0])[0], tell, job.get("tasks"))
         return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
 
     def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:

@@ -18,13 +18,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_lora import check_lora
 from fednl.data.settings import DataSettings
+from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
-from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings, check_exchange
+from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig
-from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -51,12 +53,14 @@ class Config(BaseModel):
     Args:
         backbone: which frozen model.
         data: which task, which clients, how many examples.
+        tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
         lora: a low-rank adapter beside it; rank 0 is none.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
         traffic: how updates are written on the wire.
         combine: how updates become one, and how far a client can move it.
+        privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
         algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
@@ -66,12 +70,14 @@ class Config(BaseModel):
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
+    tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)
     traffic: TrafficSettings = Field(default_factory=TrafficSettings)
     combine: CombineSettings = Field(default_factory=CombineSettings)
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
@@ -87,7 +93,7 @@ class Config(BaseModel):
 
         Raises:
             SettingsError: a section or key is unknown, a value is not one it can have, sections do not fit together,
-                or the algorithm needs a LoRA and there is none.
+                or the algorithm and the LoRA do not.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
@@ -99,13 +105,16 @@ class Config(BaseModel):
         values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
         config = cls(**values, algorithm=dict(table.get(own, {})))
         check.section(own, kind_of_own, config.algorithm)
-        if ALGORITHMS[own].traits.needs_lora and config.lora.rank == 0:
+        if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
-                f'{where}: [federation] algorithm = "{own}" trains LoRA factors, but [lora] rank = 0 attaches none; '
-                'set the rank to 1 or more, or algorithm = "fedavg".'
+                f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
+                f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
             )
+        algorithm = ALGORITHMS[own](config.method_settings, config.federation.shared)
+        arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
-            check_exchange(config.exchange, config.federation, ALGORITHMS[own].traits.sends_extra)
+            check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
+            check_exchange(config.exchange, config.federation, algorithm.traits)
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None
         return config
@@ -131,8 +140,8 @@ class Config(BaseModel):
 
     @property
     def exchange(self) -> Exchange:
-        """How updates travel and how they become one."""
-        return Exchange(self.traffic, self.combine)
+        """How updates travel, become one and are hidden."""
+        return Exchange(self.traffic, self.combine, self.privacy)
 
     @property
     def method_settings(self) -> BaseModel:

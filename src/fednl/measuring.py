@@ -9,6 +9,7 @@ from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
+from fednl.data.long_tail import thirds
 from fednl.errors import CheckpointError, DataError, FednlError
 from fednl.evaluation.needles import METRICS, result_rows
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -23,7 +24,9 @@ from fednl.origin import FILE
 from fednl.runs import Run
 
 OnEvent = Callable[[Mapping[str, Any]], None]
-_OUTCOMES = ".outcomes.jsonl"
+OUTCOMES = ".outcomes.jsonl"
+AFTER = "@"
+"""Parts an arm's name from the number of tasks after which it answered, in the outcomes of a stream."""
 # They change what is trained or how fast it is measured, not what a test question is.
 _SAME_QUESTIONS = {f"data.{key}" for key in ("task", "train", "validation", "questions")}
 _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
@@ -77,21 +80,19 @@ def measure(
         FednlError: something went wrong in a job, or a file is damaged or cannot be written.
     """
     name = results_name(config.data.task, changed or {})
-    path = run.folder("results") / f"{name}{_OUTCOMES}"
+    path = run.folder("results") / f"{name}{OUTCOMES}"
     asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
     found = {
         arm: outcomes
-        for arm, outcomes in _earlier(path, on_event).items()
+        for arm, outcomes in earlier(path, on_event).items()
         if len(outcomes) == sum(asked.get(arm, {}).values())
     }
     for arm in config.evaluation.arms:
         if arm in found and arm not in afresh:
             continue
-        found[arm] = _score_arm(run, config, pool, arm, asked[arm], on_event)
-        try:
-            save_outcomes(path, found)
-        except OSError as error:
-            raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
+        rules = _rules_of(run, config, pool, VIEWS[arm].rules, list(asked[arm]))
+        found[arm] = score_arm(pool, arm, rules, asked[arm], on_event)
+        keep(path, found)
     measured = {arm: found[arm] for arm in ARMS if found.get(arm)}
     groups = {arm: _shared(run, config, VIEWS[arm].rules) for arm in measured if VIEWS[arm].rules in TRAINED}
     rows = result_rows(
@@ -100,6 +101,7 @@ def measure(
         tokens=config.data.tokens,
         shared={arm: shared for arm, shared in groups.items() if shared},
         metrics=[m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"],
+        groups=_groups(facts),
     )
     run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
 
@@ -111,19 +113,38 @@ def forget(run: Run, trained: Collection[str]) -> None:
         run: the run.
         trained: names in `TRAINED`.
     """
-    for path in (run.path / "results").glob(f"*{_OUTCOMES}"):
-        if any(arm not in VIEWS or VIEWS[arm].rules in trained for arm in _earlier(path)):
+    for path in (run.path / "results").glob(f"*{OUTCOMES}"):
+        arms = {name.partition(AFTER)[0] for name in earlier(path)}
+        if any(arm not in VIEWS or VIEWS[arm].rules in trained for arm in arms):
             path.unlink()
-            path.with_name(path.name.removesuffix(_OUTCOMES) + ".json").unlink(missing_ok=True)
+            path.with_name(path.name.removesuffix(OUTCOMES) + ".json").unlink(missing_ok=True)
 
 
-def _earlier(path: Path, on_event: OnEvent = lambda event: None) -> dict[str, list[Outcome]]:
-    """The outcomes of earlier sittings; damaged ones are told and measured again."""
+def earlier(path: Path, on_event: OnEvent = lambda event: None) -> dict[str, list[Outcome]]:
+    """Gives the outcomes of earlier sittings by arm; damaged ones are told and measured again."""
     try:
         return load_outcomes(path) if path.exists() else {}
     except DataError:
         on_event({"event": "note", "text": f"{path} is damaged, so everything in it is measured again"})
         return {}
+
+
+def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
+    """Writes outcomes by arm, whole or not at all.
+
+    Raises:
+        FednlError: the file cannot be written.
+    """
+    try:
+        save_outcomes(path, found)
+    except OSError as error:
+        raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
+
+
+def _groups(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Head, middle and tail of the clients by their training examples; empty where all have the same."""
+    rows = facts["partition"]
+    return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 
 def _asked(run: Run, facts: Mapping[str, Any], arm: str) -> dict[str, int]:
@@ -136,12 +157,35 @@ def _asked(run: Run, facts: Mapping[str, Any], arm: str) -> dict[str, int]:
     return {client: n for client, n in tests.items() if client in trained}
 
 
-def _score_arm(
-    run: Run, config: Config, pool: Pool, arm: str, asked: Mapping[str, int], on_event: OnEvent
+def score_arm(
+    pool: Pool,
+    arm: str,
+    rules: Mapping[str, Params],
+    asked: Mapping[str, int],
+    on_event: OnEvent,
+    tasks: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Outcome]:
+    """Has every client answer its questions in one arm.
+
+    Args:
+        pool: who does the work.
+        arm: a name in `VIEWS`.
+        rules: the rules that each client answers with.
+        asked: client -> how many questions it will answer.
+        on_event: is told what happens.
+        tasks: in a stream, client -> the tasks that are asked; None asks all.
+
+    Returns:
+        The outcomes, client after client.
+
+    Raises:
+        FednlError: something went wrong in a job.
+    """
     clients = list(asked)
-    rules = _rules_of(run, config, pool, VIEWS[arm].rules, clients)
-    jobs = [Job("score", {"arm": arm, "client": client}, (pack(rules[client]),)) for client in clients]
+    facts: dict[str, dict[str, Any]] = {client: {"arm": arm, "client": client} for client in clients}
+    if tasks is not None:
+        facts = {client: {**own, "tasks": list(tasks[client])} for client, own in facts.items()}
+    jobs = [Job("score", facts[client], (pack(rules[client]),)) for client in clients]
     done, total = dict.fromkeys(clients, 0), sum(asked.values())
     on_event({"event": "phase", "name": f"measuring: {arm}", "arm": arm, "total": total})
 

@@ -20,6 +20,7 @@ from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
 from fednl.measuring import changed_settings, forget, measure
+from fednl.measuring_stream import measure_stream
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
 from fednl.runs import Run
 
@@ -103,7 +104,8 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    for section in ("backbone", "lora", "training", "federation", "traffic", "combine", "run", "memory"):
+    fixed = ("backbone", "tasks", "lora", "training", "federation", "traffic", "combine", "privacy", "run", "memory")
+    for section in fixed:
         mine, theirs = getattr(own, section), getattr(config, section)
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
@@ -158,6 +160,7 @@ def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
             for name in to_train:
                 _train_arm(run, config, pool, facts, name, on_event)
             measure(run, config, pool, facts, on_event)
+            measure_stream(run, config, pool, facts, on_event)
     except KeyboardInterrupt:
         raise Interrupted(f"Stopped; what was done is saved: go on with `fednl train --resume {run.path}`.") from None
     return run
@@ -193,7 +196,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
     settings = config.federation
     if kind.pooled:
-        settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1})
+        settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1, "lora_ranks": ()})
 
     def tell(event: Mapping[str, Any]) -> None:
         on_event({"arm": name, **event})
@@ -223,6 +226,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         seed=config.run.seed,
         on_event=tell,
         validate_round=validate if config.data.validation and name != "local-only" else None,
+        milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
     )
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.combine import WeightedMean
-from fednl.federation.local import LocalPlan, train_locally
+from fednl.federation.exchange import PLAIN, Exchange
+from fednl.federation.local import LocalPlan
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.sharing import take_part
 from fednl.federation.transport import Endpoint, InProcessTransport, Reply
 from fednl.runs import Run
 from fednl.seeding import torch_rng
@@ -23,19 +26,24 @@ from fednl.seeding import torch_rng
 WRITE = "layers.0.memory.write.weight"
 GATE = "layers.0.memory.gate.bias"
 PROJECTION = "layers.1.memory.projection.down"
+LORA_A, LORA_B = "layers.1.q_proj.lora_A", "layers.1.q_proj.lora_B"
+LORA_RANK = 2
 SIZES = {"ada": 5, "bob": 1, "cyd": 12, "dan": 7}
 WIDTH = 3
 
 
-def start_params(dtype: torch.dtype = torch.float32) -> Params:
+def start_params(dtype: torch.dtype = torch.float32, lora: bool = False) -> Params:
     rng = torch_rng(7, "start")
     draw = {name: torch.randn(WIDTH, generator=rng, dtype=torch.float64) for name in (WRITE, PROJECTION)}
+    if lora:
+        draw |= {LORA_A: torch.randn(LORA_RANK, WIDTH, generator=rng, dtype=torch.float64)}
+        draw |= {LORA_B: torch.zeros(1, LORA_RANK, dtype=torch.float64)}
     return {name: value.to(dtype) for name, value in {**draw, GATE: torch.zeros((), dtype=dtype)}.items()}
 
 
 @dataclass(frozen=True)
 class Regression:
-    """Mean squared error of x . (write + projection) + gate, on data of the client's own."""
+    """Mean squared error of x . (write + projection + B A) + gate on a client's own data; B A if there is a LoRA."""
 
     client: str
     num_examples: int
@@ -52,7 +60,10 @@ class Regression:
 
     def loss(self, params: Params, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, target = batch
-        return (x @ (params[WRITE] + params[PROJECTION]) + params[GATE] - target).square().mean()
+        weight = params[WRITE] + params[PROJECTION]
+        if LORA_A in params:
+            weight = weight + (params[LORA_B] @ params[LORA_A])[0]
+        return (x @ weight + params[GATE] - target).square().mean()
 
     def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         x, target = self.data()
@@ -114,6 +125,7 @@ def toy_endpoint(
     sizes: Mapping[str, int],
     dtype: torch.dtype = torch.float32,
     task_rounds: int = 0,
+    exchange: Exchange = PLAIN,
 ) -> Endpoint:
     def endpoint(
         client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
@@ -121,7 +133,7 @@ def toy_endpoint(
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
         ends = f"task-{message.round}" if task_rounds and message.round % task_rounds == 0 else ""
         plan = LocalPlan.of(training, message.round, ends)
-        return train_locally(algorithm, problem, message, state, plan, on_progress)
+        return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
     return endpoint
 
@@ -158,6 +170,11 @@ def forge(reply: Reply, **fields: Any) -> Reply:
     return replace(reply, payload=message.to_bytes())
 
 
+def own_settings(kind: str) -> Any:
+    """An algorithm's settings that fit the toys' LoRA."""
+    return ALGORITHMS[kind].Settings(**({"merged_rank": 1} if kind == "flora" else {}))
+
+
 @dataclass
 class Bench:
     """One toy federation, ready to run."""
@@ -169,8 +186,10 @@ class Bench:
     training: TrainingSettings = field(default_factory=lambda: TrainingSettings(rounds=3, local_steps=3, batch=4))
     seed: int = 3
     dtype: torch.dtype = torch.float32
+    lora: bool = False
     task_rounds: int = 0
     """Rounds after which a task ends; 0 for one task without an end."""
+    exchange: Exchange = PLAIN
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -179,7 +198,7 @@ class Bench:
         return Run(self.path)
 
     def endpoint(self) -> Endpoint:
-        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype, self.task_rounds)
+        return toy_endpoint(self.algorithm, self.training, self.sizes, self.dtype, self.task_rounds, self.exchange)
 
     def transport(self, change: Callable[[list[Reply]], list[Reply]] = lambda replies: replies) -> Tampered:
         return Tampered(self.endpoint(), self.sizes, change)
@@ -188,10 +207,11 @@ class Bench:
         from fednl.federation.loop import run_rounds
 
         named.setdefault("on_event", self.events.append)
+        named.setdefault("exchange", self.exchange)
         return run_rounds(
             self.algorithm,
             transport or self.transport(),
-            start_params(self.dtype),
+            start_params(self.dtype, self.lora),
             self.settings,
             self.training,
             self.run_folder,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import GATE, WRITE, Bench, Regression, plain_training, start_params
+from federation_toys import GATE, WRITE, Bench, Regression, own_settings, plain_training, start_params
 
 from fednl.federation.algorithms import ALGORITHMS, PRESETS
 from fednl.federation.algorithms.fedadam import FedAdam, FedAdamSettings
@@ -23,7 +23,8 @@ KINDS = sorted(ALGORITHMS)
 
 
 def bench(path: Path, kind: str, **fields: Any) -> Bench:
-    return Bench(path, algorithm=ALGORITHMS[kind](shared="all"), **fields)
+    algorithm = ALGORITHMS[kind](own_settings(kind), "all")
+    return Bench(path, algorithm=algorithm, lora=algorithm.traits.averages_products, **fields)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if ALGORITHMS[k].traits.one_client_is_local])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_toys import SIZES, Bench, start_params
+from federation_toys import SIZES, Bench, own_settings, start_params
 
 from fednl.errors import CheckpointError
 from fednl.federation import checkpoint as checkpoint_module
@@ -29,7 +29,11 @@ class Crash(BaseException):
 
 
 def bench(path: Path, kind: str = "fedavgm", shared: str = "memory") -> Bench:
-    return Bench(path, algorithm=ALGORITHMS[kind](shared=shared), settings=SETTINGS, training=TRAINING)
+    algorithm = ALGORITHMS[kind](own_settings(kind), shared)
+    lora = algorithm.traits.averages_products
+    if lora:
+        algorithm.lets_out = (shared, "lora")
+    return Bench(path, algorithm=algorithm, settings=SETTINGS, training=TRAINING, lora=lora)
 
 
 def score(round: int, params: Params) -> Validation:

@@ -77,6 +77,17 @@ def test_bytes_are_a_range_where_they_differ_and_absent_where_unknown(tmp_path: 
     assert line.count(" - ") >= 4
 
 
+def test_what_averaging_lora_missed_is_told_by_arm(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    assert "LoRA updates" not in report([run.path])
+    for number, error in ((1, 0.015), (2, 0.25)):
+        row = round_row(number)
+        row["metrics"] |= {"lora_error": error, "lora_error_of_update": 2 * error}
+        run.append_jsonl("arms/federated-lora/rounds.jsonl", row)
+    expected = "Missed of the exact mean of LoRA updates, FedAvg-LoRA, window, no memory: 1.50% to 25.00% of it, "
+    assert expected + "3.00% to 50.00% of what a round changed (2 rounds)." in report([run.path])
+
+
 def test_an_unfinished_run_is_said_plainly(tmp_path: Path) -> None:
     run = Run.at(tmp_path / "new")
     run.write_json("config.json", CONFIG)

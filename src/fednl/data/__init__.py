@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from fednl.data.partition import PartitionRow, partition_rows
     from fednl.data.public import build_public
     from fednl.data.settings import DataSettings
+    from fednl.data.stream import Stream
 
     TASKS: dict[str, Build]
 
@@ -24,17 +26,22 @@ __all__ = [
     "NeedleExample",
     "PartitionRow",
     "Splits",
+    "Stream",
     "Tokenizer",
     "build_public",
     "collate",
     "iterate_batches",
     "load_filler",
     "partition_rows",
+    "stream_task",
     "task",
 ]
 
 # A new task is one file and one line here.
 _TASK_BUILDERS = {"needles": "fednl.data.needles:build", "public": "fednl.data.public:build"}
+
+# Tasks whose data come in kinds that a stream can order.
+_STREAM_BUILDERS = {"needles": "fednl.data.needles:build_stream"}
 
 _HOMES = {
     "DataSettings": "settings",
@@ -43,6 +50,7 @@ _HOMES = {
     "NeedleExample": "examples",
     "PartitionRow": "partition",
     "Splits": "examples",
+    "Stream": "stream",
     "Tokenizer": "examples",
     "build_public": "public",
     "collate": "batches",
@@ -66,9 +74,34 @@ def task(name: str) -> Build:
         from fednl.errors import SettingsError
 
         raise SettingsError(f'data.task is "{name}"; it must be one of: {", ".join(sorted(_TASK_BUILDERS))}.')
-    module, attribute = builder.split(":")
-    found: Build = getattr(import_module(module), attribute)
+    found: Build = _named(builder)
     return found
+
+
+def stream_task(name: str) -> Callable[..., dict[str, Splits]]:
+    """Finds the function that builds a stream of a task's kinds; it takes the `[tasks]` section besides.
+
+    Args:
+        name: the value of `data.task`.
+
+    Raises:
+        SettingsError: the task has no kinds that could follow one another.
+    """
+    builder = _STREAM_BUILDERS.get(name)
+    if builder is None:
+        from fednl.errors import SettingsError
+
+        raise SettingsError(
+            f'data.task = "{name}" has no kinds of data for tasks.order: leave [tasks] out, or set data.task to '
+            f"{' or '.join(sorted(_STREAM_BUILDERS))}."
+        )
+    found: Callable[..., dict[str, Splits]] = _named(builder)
+    return found
+
+
+def _named(place: str) -> Any:
+    module, attribute = place.split(":")
+    return getattr(import_module(module), attribute)
 
 
 def __getattr__(name: str) -> Any:

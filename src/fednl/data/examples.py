@@ -78,6 +78,7 @@ class NeedleExample:
         removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
         further: (question, answer) tokens of more questions about the same haystack, which training may ask
             after the first answer.
+        task: in a stream of tasks, which of them it belongs to; else empty.
     """
 
     client: str
@@ -92,11 +93,12 @@ class NeedleExample:
     queried: int
     removed_ids: tuple[int, ...]
     further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    task: str = ""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A client's examples; the three lists share no filler text."""
+    """A client's examples, in a stream task after task; the three lists share no filler text."""
 
     train: list[NeedleExample]
     validation: list[NeedleExample]

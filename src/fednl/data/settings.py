@@ -17,7 +17,10 @@ class DataSettings(BaseModel):
         tokens: prompt tokens of every example, question included and answer excluded.
         clients: how many of the task's clients take part (the first n).
         hold_out_clients: names of clients that have no training and no validation examples, only test.
-        train: training examples per client; 0 makes clients that take part as zero examples.
+        train: training examples per client (in a stream, per client and task); 0 makes clients that take part as
+            zero examples.
+        imbalance: above 1 makes a long tail: `train` is what the largest kind of data has, this many times what the
+            smallest has, and the others lie exponentially between; which is which is drawn by seed.
         validation: validation examples per client.
         test: test examples per client.
         events: needles per haystack.
@@ -35,6 +38,7 @@ class DataSettings(BaseModel):
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
     hold_out_clients: tuple[str, ...] = Field(default=(), strict=False)
     train: int = Field(default=750, ge=0)
+    imbalance: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     validation: int = Field(default=15, ge=0)
     test: int = Field(default=15, ge=0)
     events: int = Field(default=4, ge=1, le=32)

@@ -2,9 +2,9 @@
 
 A row is `{method, client, metric, value, n, correct, low, high, chance, shared, seed, tokens}`; `method` is
 the arm, and the client `macro` is the average over `clients` clients. What does not apply, or was not
-measured, has no key. `metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the
-same questions and have `baseline`; a difference also has `of` (which metric), `verdict`, and `p` where
-outcomes are right or wrong.
+measured, has no key. Rows on how unequally clients fare are those of `fednl.evaluation.cohort`.
+`metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the same questions and have
+`baseline`; a difference also has `of` (which metric), `verdict`, and `p` where outcomes are right or wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.errors import DataError
+from fednl.evaluation.cohort import cohort_rows
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.statistics import (
     LEVEL,
@@ -56,6 +57,7 @@ def result_rows(
     shared: Mapping[str, Sequence[str]] | None = None,
     metrics: Sequence[str] = METRICS,
     pairs: Sequence[tuple[str, str]] = PAIRS,
+    groups: Mapping[str, Sequence[str]] | None = None,
     resamples: int = 10_000,
 ) -> list[Row]:
     """Makes every row of a comparison: each arm per client and macro, paired differences, aggregation drop.
@@ -73,6 +75,7 @@ def result_rows(
         metrics: which of `METRICS` to report; leave `"recall"` out where an answer is a letter.
         pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
             without such a client is left out.
+        groups: `head`, `middle` and `tail` -> clients, where clients' training examples make a long tail.
         resamples: bootstrap resamples per interval.
 
     Raises:
@@ -88,7 +91,8 @@ def result_rows(
         if shared and arm in shared:
             facts["shared"] = list(shared[arm])
         for metric in metrics:
-            rows += [row | facts for row in _arm_rows(arm, clients, metric, seed, resamples)]
+            found = _arm_rows(arm, clients, metric, seed, resamples, groups or {})
+            rows += [row | facts for row in found]
     for first, second in pairs:
         a, b = _paired(first, second, by_client)
         if a:
@@ -145,7 +149,9 @@ def _values(clients: Clients, metric: str) -> dict[str, list[float]]:
     return {client: [float(getattr(outcome, _FIELD[metric])) for outcome in found] for client, found in clients.items()}
 
 
-def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int) -> list[Row]:
+def _arm_rows(
+    arm: str, clients: Clients, metric: str, seed: int, resamples: int, groups: Mapping[str, Sequence[str]]
+) -> list[Row]:
     values = _values(clients, metric)
     counted = metric != "nats_per_token"
     rows = []
@@ -156,10 +162,13 @@ def _arm_rows(arm: str, clients: Clients, metric: str, seed: int, resamples: int
         else:
             interval = bootstrap_mean(found, seed, resamples=resamples)
         rows.append(_row(arm, client, metric, interval, found))
-    macro = macro_mean(values, seed, resamples=resamples, bounds=(0.0, 1.0) if counted else None)
+    bounds = (0.0, 1.0) if counted else None
+    macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
     outcomes = [value for found in values.values() for value in found]
     rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
-    return rows
+    cohort = cohort_rows(values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples)
+    chance: Row = {"chance": CHANCE} if metric == "candidates" else {}
+    return rows + [{"method": arm, "metric": metric} | row | (chance if "low" in row else {}) for row in cohort]
 
 
 def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:

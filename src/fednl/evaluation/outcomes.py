@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Outcome:
         nats_per_token: cross-entropy of the right candidate, averaged over its tokens.
         token_accuracy: share of the right candidate's tokens that are the likeliest given those before.
         gold_tokens: tokens of the right candidate.
+        task: in a stream of tasks, which of them asks; else empty.
     """
 
     client: str
@@ -37,6 +38,7 @@ class Outcome:
     nats_per_token: float
     token_accuracy: float
     gold_tokens: int
+    task: str = ""
 
     @property
     def logprob_gold(self) -> float:
@@ -70,12 +72,12 @@ def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
     Raises:
         DataError: a line is not an outcome.
     """
-    names = [field.name for field in fields(Outcome)]
+    names = [field.name for field in fields(Outcome) if field.default is MISSING]
     arms: dict[str, list[Outcome]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
-            outcome = Outcome(**{name: record[name] for name in names})
+            outcome = Outcome(**{name: record[name] for name in names}, task=record.get("task", ""))
             arms.setdefault(record["arm"], []).append(outcome)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path} line {number} is not an outcome: measure the run again.") from None

@@ -64,7 +64,7 @@ def save_round(
         n: the round, counted from 1.
         params: all rules.
         server_state: the server's own tensors.
-        client_states: each client's private state.
+        client_states: each client's private state; an empty one is not written, and read as absent.
         state: what else to remember, as JSON.
         keep: how many of the newest checkpoints stay; at least 1.
         spare: rounds whose checkpoints stay besides, however old.
@@ -178,7 +178,8 @@ def _fill(
 ) -> None:
     """Writes every file, and the one with their hashes last."""
     files = {"params": params, "server": server_state}
-    clients = {client: _file_name(client) for client in sorted(client_states)}
+    # One that keeps nothing has no file: among ten thousand such clients these files would be most of a round's time.
+    clients = {client: _file_name(client) for client, kept in sorted(client_states.items()) if kept}
     files |= {clients[client]: client_states[client] for client in clients}
     hashes = {}
     for name, tensors in files.items():

@@ -15,6 +15,9 @@ from fednl.federation.wire import container_bytes
 # What a row may hold of a client's own metrics: names that a client invents could carry anything.
 _METRICS = ("loss", "loss_first", "loss_last", "seconds_s")
 
+VALID = ("ok", "empty", "withheld")
+"""What a row says of a client whose reply was accepted: with an update, or without, for want of examples."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -35,19 +38,21 @@ class Ledger:
     """Judges a round's replies, and keeps one row a client and the count of refusals by code.
 
     Args:
-        wanted: what a reply must be.
+        wanted: by client asked, what its reply must be.
         down_bytes: by client asked, the bytes serialised for it.
-        down_tensor_bytes: how many of these were tensors; the rest is counted as the container's.
+        down_tensor_bytes: by client asked, how many of these were tensors; the rest is counted as the container's.
     """
 
-    def __init__(self, wanted: Wanted, down_bytes: Mapping[str, int], down_tensor_bytes: int = 0) -> None:
+    def __init__(
+        self, wanted: Mapping[str, Wanted], down_bytes: Mapping[str, int], down_tensor_bytes: Mapping[str, int]
+    ) -> None:
         self._wanted = wanted
         # Until something better is known of it, a client has not answered in time.
         self._rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
                 "down_bytes": size,
-                "down_container_bytes": size - down_tensor_bytes,
+                "down_container_bytes": size - down_tensor_bytes[name],
                 "status": "late",
             }
             for name, size in down_bytes.items()
@@ -75,7 +80,7 @@ class Ledger:
         row |= {name: message.metrics[name] for name in _METRICS if name in message.metrics}
         row |= {"num_examples": message.num_examples, "steps": int(message.metrics.get("steps", 0))}
         row |= {"up_bytes": len(reply.payload), "up_container_bytes": container_bytes(reply.payload)}
-        row["status"] = "ok" if message.num_examples else "empty"
+        row["status"] = "ok" if message.num_examples else "withheld" if message.status == "withheld" else "empty"
         return Verdict(reply.client, True, message)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -84,7 +89,7 @@ class Ledger:
 
     def valid(self) -> int:
         """Counts the accepted replies, those of clients without examples included."""
-        return sum(row["status"] in ("ok", "empty") for row in self._rows.values())
+        return sum(row["status"] in VALID for row in self._rows.values())
 
     def mean_loss(self) -> float | None:
         """Gives the clients' training loss weighted by examples, in sorted order; None without any."""
@@ -96,7 +101,7 @@ class Ledger:
     def first_fault(self) -> str:
         """Says in a few words why the first client without a valid reply has none; empty if all have one."""
         for row in self.rows():
-            if row["status"] not in ("ok", "empty"):
+            if row["status"] not in VALID:
                 words = [row["status"], row.get("reason", ""), row.get("detail", "")]
                 return f'"{row["name"]}" ({", ".join(dict.fromkeys(word for word in words if word))})'
         return ""
@@ -107,7 +112,7 @@ class Ledger:
             raise MessageError("unknown-client", "A reply came from a client that was not asked.")
         message = None
         if reply.status == "ok":
-            message = self._wanted.read(reply.payload, reply.client)
+            message = self._wanted[reply.client].read(reply.payload, reply.client)
         if reply.client in self._answered:
             raise MessageError("duplicate", f'Client "{reply.client}" has already answered.')
         return message

@@ -112,6 +112,7 @@ def train_locally(
     state: ClientState,
     plan: LocalPlan,
     on_step: OnProgress | None = None,
+    fewest: int = 1,
 ) -> tuple[Message, ClientState]:
     """Does a client's part of a round: starts from what came, takes its steps, says what it sends and keeps.
 
@@ -122,20 +123,23 @@ def train_locally(
         state: what the client kept from earlier rounds. Not modified.
         plan: steps, rate, schedule, clipping.
         on_step: is told `{"step", "steps", "loss"}` after every step.
+        fewest: with fewer examples than this, at least 1, a client shares nothing.
 
     Returns:
         The reply, and the state for the next round. A client without examples replies with what it received,
-        as `"empty"`. If training left a NaN, the reply carries it, for the server to refuse and count, but
-        the state is the one from before the round: one bad round does not spoil the client for good.
+        as `"empty"`, and one with too few as `"withheld"`. If training left a NaN, the reply carries it, for the
+        server to refuse and count, but the state is the one from before the round: one bad round does not spoil the
+        client for good.
 
     Raises:
         MessageError: code `unknown-name`; the server sent, or the algorithm would send, what is not shared.
         DataError: the client has examples, but its data gave no batch.
     """
     _check_allowed(algorithm, received)
-    if problem.num_examples == 0:
-        extra = copy(algorithm.extra(received.params))
-        return replace(received, extra=extra, num_examples=0, metrics={}, status="empty"), state
+    if problem.num_examples < fewest:
+        params, extra = copy(algorithm.returns(received.params)), copy(algorithm.extra(received.params))
+        status = "withheld" if problem.num_examples else "empty"
+        return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status=status), state
     started_s = time.perf_counter()
     watched = _Watched(problem)
     params, new_state = algorithm.start(received, state, watched)

@@ -13,10 +13,12 @@ from fednl.federation.coding import encode
 from fednl.federation.combine import Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import Ledger
+from fednl.federation.lora_combine import LoraCombiner
+from fednl.federation.lora_ranks import Ranks, check_lora
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
+from fednl.federation.privacy import PrivateRound, PrivateSum, spent_epsilon
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
-from fednl.federation.robust import make_combiner
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
 from fednl.federation.validate import Wanted
@@ -66,8 +68,8 @@ def run_rounds(
         `transport.states()`, see `fednl.federation.params.personal`.
 
     Raises:
-        SettingsError: `shared` matches nothing, more clients are asked for than there are, or parts of `exchange` do
-            not fit together.
+        SettingsError: `shared` matches nothing, more clients are asked for than there are, parts of `exchange` do
+            not fit together, or its first round would spend more than the budget.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
         FednlError: too many rounds in a row without a quorum, or no round that had one.
@@ -76,8 +78,8 @@ def run_rounds(
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
     """
     names = _check_start(algorithm, transport, params, settings)
-    check_exchange(exchange, settings, algorithm.traits.sends_extra)
     asked = settings.clients_per_round or len(transport.clients())
+    check_exchange(exchange, settings, algorithm.traits, asked)
     fed = Federation(
         algorithm,
         transport,
@@ -97,7 +99,7 @@ def run_rounds(
     fed = replace(fed, first_round=point.round + 1)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
-        while point.round < last:
+        while point.round < last and not _budget_is_spent(fed, point):
             point = _one_round(fed, point)
     except KeyboardInterrupt:
         write_final(fed, point)
@@ -136,11 +138,22 @@ def _one_round(fed: Federation, point: Point) -> Point:
     started_s, number = time.perf_counter(), point.round + 1
     free = point.conduct.free(fed.transport.clients(), number)
     asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
+    private = _private(fed, point)
+    if private is not None:
+        asked = private.draw(free, asked)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner = make_combiner(fed.exchange.combine, shared)
+    combiner: LoraCombiner | PrivateSum
+    if private is not None and private.sum is not None:
+        combiner = private.sum.starting_from(shared)
+    else:
+        combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
     ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
+    told, spent = combiner.facts(), None
+    if private is not None:
+        spent = private.after(asked)
+        told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
     fault = _why_no_quorum(fed, ledger)
     reason = fault or combiner.fault()
     if not reason:
@@ -148,6 +161,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
+            told |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             fault = reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -157,8 +171,9 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if fault else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
+        spent=spent,
     )
-    after = save(fed, after, ledger, reason, combiner.facts(), time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
@@ -169,11 +184,16 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
     number, shared = message.round, message.params
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
-    traffic = fed.exchange.traffic
-    message = encode(message, traffic.down, {}, {})[0]
-    down_bytes = {client: fed.transport.send(client, replace(message, client=client)) for client in asked}
-    wanted = Wanted(shared, fed.algorithm.extra(shared), number, fed.run_name, traffic.up_coding)
-    ledger = Ledger(wanted, down_bytes, message.tensor_bytes)
+    algorithm, traffic, ranks = fed.algorithm, fed.exchange.traffic, Ranks(fed.settings.lora_ranks)
+    down_bytes, tensor_bytes, wanted = {}, {}, {}
+    for client in asked:
+        offer = algorithm.offer(shared, ranks.of(client))
+        sent = encode(replace(message, params=offer, client=client), traffic.down, {}, {})[0]
+        down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
+        wanted[client] = Wanted(
+            algorithm.returns(offer), algorithm.extra(offer), number, fed.run_name, traffic.up_coding
+        )
+    ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
         verdict = ledger.judge(reply)
@@ -184,6 +204,32 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
     for due in queue.rest():
         combiner.add(due)
     return ledger
+
+
+def _private(fed: Federation, point: Point) -> PrivateRound | None:
+    """The next round under noise; None without."""
+    if point.spent is None:
+        return None
+    clients = fed.transport.clients()
+    return PrivateRound(fed.exchange.privacy, point.spent, clients, fed.asked_per_round, point.round + 1)
+
+
+def _budget_is_spent(fed: Federation, point: Point) -> bool:
+    """Whether the next round would cost more than the budget; says so, and refuses a budget too small for any."""
+    budget, private = fed.exchange.privacy.epsilon, _private(fed, point)
+    if private is None or not budget or (cost := private.cost()) <= budget:
+        return False
+    if point.round == 0:
+        raise SettingsError(
+            f"[privacy] epsilon = {budget:g}, but the first round alone costs {cost:.3g}: raise noise-multiplier or "
+            "the budget."
+        )
+    fed.tell(
+        "note",
+        text=f"stopped after round {point.round} of {fed.training.rounds}, as the next would make epsilon {cost:.3g}, "
+        f"more than the budget of {budget:g}",
+    )
+    return True
 
 
 def _check_start(
@@ -200,7 +246,9 @@ def _check_start(
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
-    return tuple(algorithm.shared(params))
+    names = tuple(algorithm.shared(params))
+    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    return names
 
 
 def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:

@@ -10,7 +10,7 @@ from fednl.federation.params import Params
 from fednl.federation.wire import malformed, outline, pack, unpack
 
 FORMAT = 1
-STATUSES = ("ok", "empty")
+STATUSES = ("ok", "empty", "withheld")
 _FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding"}
 
 
@@ -26,7 +26,7 @@ class Message:
         round: the round, counted from 1; a reply echoes it.
         client: the client's stable name.
         run: the run's name; a reply echoes it.
-        status: `"ok"`, or `"empty"` from a client that has no examples.
+        status: `"ok"`, or `"empty"` from a client that has no examples, `"withheld"` from one with too few to share.
         coding: how the numbers in `params` are written, one of `fednl.federation.coding.CODINGS`; `"float32"` is as
             trained.
     """

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fednl.federation.ledger import VALID
 from fednl.federation.settings import FederationSettings
 
 
@@ -44,7 +45,7 @@ class Conduct:
         refusals, until = dict(self.refusals), dict(self.until)
         for row in rows:
             client = row["name"]
-            if row["status"] in ("ok", "empty"):
+            if row["status"] in VALID:
                 refusals.pop(client, None)
                 until.pop(client, None)
             elif row["status"] == "refused":

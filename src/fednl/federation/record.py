@@ -14,6 +14,7 @@ from fednl.federation.checkpoint import load_newest, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
+from fednl.federation.privacy import Spent, begin_privacy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
@@ -63,6 +64,7 @@ class Point:
     best: dict[str, float] = field(default_factory=dict)
     failed_rounds: int = 0
     conduct: Conduct = field(default_factory=Conduct)
+    spent: Spent | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Federation:
             "algorithm": type(self.algorithm).__name__,
             "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
             "shared": list(self.names),
+            "lora-ranks": list(self.settings.lora_ranks),
             "clients": self.transport.clients(),
             "clients-per-round": self.asked_per_round,
             "quorum": self.settings.quorum,
@@ -153,6 +156,7 @@ def save(
             "best": point.best,
             "failed_rounds": point.failed_rounds,
             "conduct": asdict(point.conduct),
+            **({"spent": point.spent.to_dict()} if point.spent else {}),
             "identity": fed.identity(),
         },
         fed.settings.keep_checkpoints,
@@ -169,7 +173,7 @@ def begin(fed: Federation, params: Params) -> Point:
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
     private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
     fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
-    return Point(0, copy(params))
+    return Point(0, copy(params), spent=begin_privacy(fed.exchange.privacy))
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
@@ -200,7 +204,8 @@ def resume(fed: Federation, params: Params) -> Point | None:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     conduct = Conduct(**checkpoint.state.get("conduct", {}))
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct)
+    spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, spent)
 
 
 def write_final(fed: Federation, point: Point) -> None:

@@ -12,28 +12,31 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params
 
 
-def make_combiner(settings: CombineSettings, start: Params) -> Combiner:
+def make_combiner(settings: CombineSettings, start: Params, asked: int) -> Combiner:
     """Gives what combines a round's replies.
 
     Args:
         settings: the `[combine]` section.
         start: the shared rules that were sent out.
+        asked: how many clients a round of this run asks.
     """
-    return Mean(settings, start) if settings.rule == "mean" else Robust(settings, start)
+    return Mean(settings, start) if settings.rule == "mean" else Robust(settings, start, asked)
 
 
 class Robust:
     """A robust rule over one round's replies: every client counts once, and all updates are held until the end.
 
-    Too few updates for the attackers that the settings name make no update at all.
+    A client that did not answer or was refused is one of the faulty ones that the rule allows for; more than those
+    leave too few updates, which then make none at all.
 
     Args:
         settings: the `[combine]` section; its `rule` is one of `RULES`.
         start: the shared rules that were sent out.
+        asked: how many clients a round of this run asks, at least `settings.fewest`.
     """
 
-    def __init__(self, settings: CombineSettings, start: Params) -> None:
-        self._settings, self._start = settings, start
+    def __init__(self, settings: CombineSettings, start: Params, asked: int) -> None:
+        self._settings, self._start, self._asked = settings, start, asked
         self._updates: list[Params] = []
 
     def add(self, message: Message) -> None:
@@ -43,10 +46,11 @@ class Robust:
 
     def fault(self) -> str:
         """Says how many updates are missing, if there are too few."""
-        came, needed = len(self._updates), self._settings.fewest
+        came, attackers = len(self._updates), self._settings.attackers
+        needed = self._settings.fewest - min(attackers, self._asked - came)
         if not came or came >= needed:
             return "" if came else NO_EXAMPLES
-        return f"{came} updates are too few for {self._settings.rule}, which needs {needed}"
+        return f"{came} updates of {self._asked} clients are too few for {self._settings.rule} against {attackers}"
 
     def result(self) -> Message:
         """Gives the combined rules; `num_examples` is the number of updates."""
@@ -62,10 +66,11 @@ class Robust:
 def trimmed_mean(updates: list[Params], attackers: int) -> Params:
     """Averages every number over the clients, without the `attackers` largest and smallest.
 
-    Every number of the result lies between honest clients' numbers.
+    Every number of the result lies between honest clients' numbers if n >= 2 attackers + 1; of fewer updates, one or
+    two in the middle are kept.
 
     Args:
-        updates: n >= 2 attackers + 1 clients' rules, finite, with the same names and shapes.
+        updates: n clients' rules, finite, with the same names and shapes.
         attackers: how many clients may send anything.
 
     Returns:
@@ -73,7 +78,8 @@ def trimmed_mean(updates: list[Params], attackers: int) -> Params:
 
     Source: Yin et al. 2018 (arXiv 1803.01498), Definition 2.
     """
-    kept = slice(attackers, len(updates) - attackers)
+    trimmed = min(attackers, (len(updates) - 1) // 2)
+    kept = slice(trimmed, len(updates) - trimmed)
     return _by_number(updates, lambda stack: stack.sort(dim=0).values[kept].mean(dim=0))
 
 
@@ -94,7 +100,7 @@ def multi_krum(updates: list[Params], attackers: int) -> Params:
     """Averages the n - attackers updates that lie closest to others, by Krum's score.
 
     Args:
-        updates: n >= 2 attackers + 3 clients' rules.
+        updates: n >= attackers + 3 clients' rules; the published guarantee is for n >= 2 attackers + 3.
         attackers: how many clients may send anything.
 
     Source: Blanchard et al. 2017 (NeurIPS), sections 4 and 5, with m = n - f.

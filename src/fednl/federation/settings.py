@@ -64,6 +64,8 @@ class FederationSettings(Section):
         algorithm: a name in `fednl.federation.algorithms.ALGORITHMS`.
         shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"all"`), or a list of groups
             and name patterns. Everything else stays private to each client.
+        lora_ranks: clients whose LoRA has a lower rank than `lora.rank`, as `"PATTERN=RANK"`; the first shell-style
+            pattern that fits a client's name counts, and the others have `lora.rank`.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
         deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.
@@ -79,6 +81,7 @@ class FederationSettings(Section):
     algorithm: str = Field(default="fedavg", min_length=1)
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
     shared: str | Annotated[tuple[str, ...], Field(strict=False)] = "theta"
+    lora_ranks: Annotated[tuple[str, ...], Field(strict=False)] = ()
     clients_per_round: int = Field(default=0, ge=0)
     quorum: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -95,6 +98,15 @@ class FederationSettings(Section):
         entries = (value,) if isinstance(value, str) else value
         if not all(entries) or not entries:
             raise ValueError('name a preset ("memory", "theta", "lora", "all"), or list groups or patterns')
+        return value
+
+    @field_validator("lora_ranks")
+    @classmethod
+    def _ranked(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            pattern, _, rank = entry.rpartition("=")
+            if not pattern or not rank.isascii() or not rank.isdigit() or int(rank) < 1:
+                raise ValueError('write "PATTERN=RANK" with a rank of at least 1, for example "passkey=4"')
         return value
 
     @model_validator(mode="after")

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+DEFAULT_LORA_RANK = 8
+"""The rank of the LoRA arm of a comparison where `lora.rank` is 0."""
+
 
 def _kebab(name: str) -> str:
     return name.replace("_", "-")

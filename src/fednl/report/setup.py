@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fednl.errors import CheckpointError
 from fednl.evaluation.settings import ARMS
+from fednl.report.stream import one_task_line
 from fednl.report.words import escape, markdown_table, megabytes, number, where
 from fednl.runs import Run
 
@@ -31,6 +32,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
         f"Memory: {_memory(_section(config, 'memory'))}",
         f"Data: {_data(_section(config, 'data'), facts)}",
         f"Training: {_training(config)}",
+        *one_task_line(config),
         f"Made with: {_software(environment)}",
     ]
     return [f"- {line}" for line in [*lines, *problems, *missing]]
@@ -99,7 +101,7 @@ def training_lines(run: Run) -> list[str]:
         last = rounds[-1].get("round", len(rounds)) if rounds else 0
         if rounds:
             body.append(_arm_line(escape(arm), rounds, planned))
-            notes += _left_out(escape(arm), rounds)
+            notes += _left_out(escape(arm), rounds) + _lora_error(escape(arm), rounds)
         if rounds and isinstance(last, int) and len(rounds) < last:
             notes.append(f"{last - len(rounds)} of {last} rounds of {escape(arm)} are missing in rounds.jsonl.")
         if isinstance(planned, int) and isinstance(last, int) and last < planned:
@@ -129,6 +131,17 @@ def _arm_line(arm: str, rounds: Sequence[Mapping[str, Any]], planned: object) ->
 def _first_to_last(rounds: Sequence[Mapping[str, Any]], name: str) -> str:
     found = [row["metrics"][name] for row in rounds if name in row.get("metrics", {})]
     return f"{found[0]:.3f} to {found[-1]:.3f}" if found else "-"
+
+
+def _lora_error(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the server's factors missed of the mean of the clients' LoRA updates, where both factors travelled."""
+    metrics = [row.get("metrics", {}) for row in rounds]
+    found = [[row[name] for row in metrics if name in row] for name in ("lora_error", "lora_error_of_update")]
+    shown = [f"{least:.2%} to {most:.2%}" for least, most in ((min(part), max(part)) for part in found if part)]
+    if not shown:
+        return []
+    of_update = f", {shown[1]} of what a round changed" if found[1] else ""
+    return [f"Missed of the exact mean of LoRA updates, {arm}: {shown[0]} of it{of_update} ({len(found[0])} rounds)."]
 
 
 def _left_out(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -210,6 +223,8 @@ def _data(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
+    if data.get("imbalance", 1) > 1:
+        parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
     parts.append(f"examples per client: {', '.join(counts)}" if counts else "")
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fednl.errors import CheckpointError
+from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.needles import MACRO, METRICS, Row, leaks
 from fednl.evaluation.settings import ARMS
+from fednl.report.cohort import cohort_table
 from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
+from fednl.report.stream import NAME as STREAM
+from fednl.report.stream import stream_section
 from fednl.report.words import escape, markdown_table, name_only, number, percent
 from fednl.runs import Run
 
@@ -91,6 +95,8 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 def _results(run: Run) -> Iterator[tuple[str, dict[str, Any] | CheckpointError]]:
     """Reads the results of a run, file by file in the order of their names; a damaged one gives its error."""
     for path in sorted((run.path / "results").glob("*.json"), key=lambda path: path.stem):
+        if path.stem == STREAM:
+            continue
         try:
             yield path.stem, run.read_json(f"results/{path.name}")
         except CheckpointError as error:
@@ -114,6 +120,7 @@ def _run(run: Run) -> str:
             parts.append(f"## {escape(task)}\n\nresults/{escape(task)}.json holds no rows.")
         for alike in _by_tokens(rows):
             parts += _result(task, alike, run, changed if isinstance(changed, dict) else {})
+    parts += stream_section(run)
     return "\n\n".join(parts)
 
 
@@ -138,6 +145,7 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
         if _arms(rows, metric):
             parts += [f"### {_TITLES[metric]}", _arm_table(rows, metric)]
             parts.append("; ".join(_behind(rows, metric)) + ".")
+            parts += cohort_table(rows, metric)
     parts.append(
         "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
         "macro, which counts each client once, and differences: bootstrap within clients). "
@@ -146,7 +154,7 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
     )
     parts += _shared_lines(rows, run)
     parts += _leak_line(rows)
-    differences = [row for of in METRICS for row in rows if row.get("of") == of]
+    differences = [row for of in METRICS for row in rows if row["metric"] == "difference" and row.get("of") == of]
     if differences:
         lines = [f"- {_difference(row)}" for row in differences]
         parts += ["### Paired differences, macro", "\n".join(lines)]
@@ -216,7 +224,7 @@ def _p(value: float) -> str:
 def _behind(rows: Sequence[Row], metric: str) -> list[str]:
     """The n and the chance level that stand behind a table."""
     found = [row for row in rows if row["metric"] == metric]
-    each = {row["client"]: row["n"] for row in found if row["client"] != MACRO}
+    each = {row["client"]: row["n"] for row in found if row["client"] not in (MACRO, *COHORT)}
     if len(set(each.values())) == 1:
         text = f"n = {next(iter(each.values()))} questions per client"
     else:
@@ -283,7 +291,8 @@ def _arms(rows: Sequence[Row], *metrics: str) -> list[str]:
 
 
 def _clients(rows: Sequence[Row], metric: str) -> list[str]:
-    return [c for c in dict.fromkeys(row["client"] for row in rows if row["metric"] == metric) if c != MACRO]
+    found = dict.fromkeys(row["client"] for row in rows if row["metric"] == metric)
+    return [client for client in found if client not in (MACRO, *COHORT)]
 
 
 def _by_tokens(rows: Sequence[Row]) -> Iterator[list[Row]]:

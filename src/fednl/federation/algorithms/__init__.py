@@ -11,6 +11,8 @@ from fednl.federation.algorithms.fedprox import FedProx
 from fednl.federation.algorithms.fedssi import FedSsi
 from fednl.federation.algorithms.fedyogi import FedYogi
 from fednl.federation.algorithms.ffa_lora import FfaLora
+from fednl.federation.algorithms.flexlora import FlexLora
+from fednl.federation.algorithms.flora import Flora
 from fednl.federation.algorithms.local_only import LocalOnly
 from fednl.federation.algorithms.m3 import M3
 from fednl.federation.algorithms.per_fedavg import PerFedAvg
@@ -30,6 +32,8 @@ __all__ = [
     "FedSsi",
     "FedYogi",
     "FfaLora",
+    "FlexLora",
+    "Flora",
     "LocalOnly",
     "PerFedAvg",
     "Reptile",
@@ -47,6 +51,8 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "ffa-lora": FfaLora,
+    "flexlora": FlexLora,
+    "flora": Flora,
     "fedala": FedAla,
     "ewc": Ewc,
     "fedssi": FedSsi,

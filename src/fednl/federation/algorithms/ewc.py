@@ -44,7 +44,7 @@ class Ewc(Consolidation):
     """
 
     Settings: ClassVar[type[BaseModel]] = EwcSettings
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(needs_tasks=True)
 
     @property
     def pull(self) -> float:

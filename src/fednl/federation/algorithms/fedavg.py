@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
 from fednl.federation.settings import Section
+from fednl.federation.traits import Traits as Traits
 
 if TYPE_CHECKING:  # a settings file is checked without torch
     import torch
@@ -16,27 +16,6 @@ if TYPE_CHECKING:  # a settings file is checked without torch
     from fednl.federation.local import Problem
     from fednl.federation.message import Message
     from fednl.federation.params import ClientState, Params
-
-
-@dataclass(frozen=True)
-class Traits:
-    """Which laws hold for an algorithm, so that one suite of tests can check each where it applies, and what it needs.
-
-    Args:
-        one_client_is_local: with one client, a run equals the same steps without federation, bit for bit.
-        identical_clients_unchanged: clients that send the same rules get those rules back, bit for bit.
-        order_free: neither the order of clients nor of their replies changes a bit.
-        shares: something travels at all.
-        sends_extra: messages carry tensors beside the rules.
-        needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
-    """
-
-    one_client_is_local: bool = True
-    identical_clients_unchanged: bool = True
-    order_free: bool = True
-    shares: bool = True
-    sends_extra: bool = False
-    needs_lora: bool = False
 
 
 class FedAvgSettings(Section):
@@ -93,6 +72,33 @@ class FedAvg:
             server_state: the server's own tensors; empty at first.
         """
         return {}
+
+    def client_rank(self, rank: int) -> int:
+        """Gives how many components of a LoRA a client trains at most; here all of them.
+
+        Args:
+            rank: `lora.rank`.
+        """
+        return rank
+
+    def offer(self, params: Params, rank: int | None) -> Params:
+        """Gives the shared rules as a client with a LoRA of another rank gets them; here its leading components.
+
+        Args:
+            params: the shared rules that go out.
+            rank: the client's rank; None for that of the server.
+        """
+        from fednl.federation.lora_ranks import cut
+
+        return cut(params, rank)
+
+    def returns(self, params: Params) -> Params:
+        """Gives a tensor of the name, shape and dtype of each that a reply carries as rules; here what was sent.
+
+        Args:
+            params: what the client got.
+        """
+        return dict(params)
 
     def trainable(self, names: Iterable[str]) -> list[str]:
         """Lists the names that local steps move, sorted; here all of them.
@@ -191,3 +197,20 @@ class FedAvg:
             server_state: the server's own tensors from the round before; empty at first.
         """
         return dict(combined.params), server_state
+
+    def measure(self, sent: Params, combined: Message, new: Params, products: Params) -> dict[str, float]:
+        """Measures a server step for the round's row; here what averaging LoRA's factors one by one misses.
+
+        Args:
+            sent: the shared rules that were sent out.
+            combined: the combined replies.
+            new: what `server_step` made of them.
+            products: the mean of the clients' products B A, as factors under their own names, any rank; empty where
+                no pair of factors travels.
+
+        Returns:
+            `lora_error` and `lora_error_of_update`, see `fednl.federation.lora_products.errors`.
+        """
+        from fednl.federation.lora_products import errors
+
+        return errors(products, combined.params, sent)

@@ -54,7 +54,7 @@ class FedSsi(Consolidation):
     """
 
     Settings: ClassVar[type[BaseModel]] = FedSsiSettings
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(needs_tasks=True)
 
     @property
     def pull(self) -> float:

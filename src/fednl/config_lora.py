@@ -1,0 +1,66 @@
+"""Refuses settings of LoRA and federation that make no sense together, before a model or data is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fednl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from fednl.federation.algorithms.fedavg import FedAvg
+    from fednl.federation.exchange import CombineSettings
+    from fednl.federation.settings import FederationSettings, TrainingSettings
+
+
+def check_lora(
+    algorithm: FedAvg,
+    federation: FederationSettings,
+    training: TrainingSettings,
+    combine: CombineSettings,
+    rank: int,
+    arm_rank: int,
+) -> None:
+    """Checks an algorithm against the LoRA there is.
+
+    Args:
+        algorithm: with its own settings.
+        federation: the `[federation]` section.
+        training: the `[training]` section.
+        combine: the `[combine]` section.
+        rank: `lora.rank`, 0 for no LoRA.
+        arm_rank: the rank of the LoRA arm of a comparison, 0 if there is no such arm.
+
+    Raises:
+        SettingsError: the algorithm needs a LoRA, or a larger one, or may keep no optimiser state; or a client is to
+            have a rank that is not there; or the rule of combining is for factors of one rank.
+    """
+    name, traits = federation.algorithm, algorithm.traits
+    if traits.needs_lora and rank == 0:
+        raise SettingsError(
+            f'[federation] algorithm = "{name}" trains LoRA factors, but [lora] rank = 0 attaches none; '
+            'set the rank to 1 or more, or algorithm = "fedavg".'
+        )
+    own = algorithm.client_rank(rank)
+    if traits.needs_lora and own < 1:
+        raise SettingsError(
+            f'[lora] rank = {rank} leaves no component for the clients of algorithm = "{name}" to train; '
+            f"set it to {rank - own + 1} or more, or the algorithm's own rank lower."
+        )
+    if traits.renews_factors and training.optimizer_state != "reset":
+        raise SettingsError(
+            f'[training] optimizer-state = "{training.optimizer_state}", but algorithm = "{name}" gives '
+            'clients other LoRA factors every round, for which kept moments mean nothing; set it to "reset".'
+        )
+    if (traits.averages_products or federation.lora_ranks) and not combine.is_plain:
+        what = f'algorithm = "{name}"' if traits.averages_products else "lora-ranks"
+        raise SettingsError(
+            f"[federation] {what} takes the mean of LoRA products, or of unlike ranks, which [combine] cannot bound: "
+            'set rule = "mean" and norm-cap = 0, or leave it out.'
+        )
+    most = own if rank else arm_rank
+    for entry in federation.lora_ranks:
+        if int(entry.rpartition("=")[2]) > most:
+            raise SettingsError(
+                f'[federation] lora-ranks = "{entry}", but a client here trains {most} LoRA components at '
+                "most; lower it, or raise [lora] rank."
+            )

@@ -1,0 +1,68 @@
+"""How unequally clients fare: the worst of them, the spread, and head, middle and tail of a long tail.
+
+A row is as in `fednl.evaluation.needles`; its `client` is one of `COHORT`, and `of` names the clients behind it.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednl.evaluation.statistics import LEVEL, macro_mean
+
+WORST, SPREAD = "worst", "spread"
+COHORT = (WORST, SPREAD, "head", "middle", "tail")
+
+
+def cohort_rows(
+    clients: Mapping[str, Sequence[float]],
+    groups: Mapping[str, Sequence[str]],
+    *,
+    higher_is_better: bool,
+    bounds: tuple[float, float] | None,
+    seed: int,
+    resamples: int = 10_000,
+) -> list[dict[str, Any]]:
+    """Makes the rows of one arm and metric; none for a single client.
+
+    The worst client is picked by the very outcomes that give its value, so its value leans to the bad side, more so
+    the fewer questions a client has; its interval and the spread's lack, for that reason, are no test.
+
+    Args:
+        clients: client -> its outcomes, at least one each.
+        groups: `head`, `middle` and `tail` -> clients; those without outcomes are left out.
+        higher_is_better: False for a loss.
+        bounds: the least and the largest value an outcome can have, where it has such.
+        seed: names the bootstrap's random stream.
+        resamples: bootstrap resamples per interval.
+
+    Source: ours; the worst client as in agnostic federated learning (arXiv 1902.00146), as a measure only.
+    """
+    if len(clients) < 2:
+        return []
+    means = {client: sum(outcomes) / len(outcomes) for client, outcomes in clients.items()}
+    ranked = sorted(means, key=lambda client: (means[client] if higher_is_better else -means[client], client))
+    total = sum(map(len, clients.values()))
+    rows: list[dict[str, Any]] = [_over(WORST, ranked[:1], clients, bounds, seed, resamples)]
+    rows.append({"client": SPREAD, "of": [ranked[0], ranked[-1]], "n": total})
+    rows[-1]["value"] = abs(means[ranked[-1]] - means[ranked[0]])
+    for group, names in groups.items():
+        found = [name for name in names if name in clients]
+        if found:
+            rows.append(_over(group, found, clients, bounds, seed, resamples))
+    return rows
+
+
+def _over(
+    name: str,
+    members: Sequence[str],
+    clients: Mapping[str, Sequence[float]],
+    bounds: tuple[float, float] | None,
+    seed: int,
+    resamples: int,
+) -> dict[str, Any]:
+    interval = macro_mean({member: clients[member] for member in members}, seed, LEVEL, resamples, bounds)
+    row: dict[str, Any] = {"client": name, "of": list(members), "value": interval.value, "n": interval.n}
+    # One loss has no spread to resample, so it stands without an interval rather than with one of no width.
+    return row | ({"low": interval.low, "high": interval.high} if interval.n > 1 else {})

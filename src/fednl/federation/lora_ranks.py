@@ -1,0 +1,114 @@
+"""Clients whose LoRA has a lower rank than the server's: who has which, what each gets, the mean of what returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fednl.errors import SettingsError
+from fednl.federation.lora_products import pairs
+from fednl.federation.params import Params
+
+if TYPE_CHECKING:
+    from fednl.federation.algorithms.fedavg import FedAvg
+
+
+class Ranks:
+    """The policy of `[federation] lora-ranks`: the first pattern that fits a client's name says its rank.
+
+    Args:
+        entries: `"PATTERN=RANK"` each; a client that none fits has the rank of the server.
+    """
+
+    def __init__(self, entries: Sequence[str] = ()) -> None:
+        self._policy = [(pattern, int(rank)) for pattern, _, rank in (entry.rpartition("=") for entry in entries)]
+
+    def of(self, client: str) -> int | None:
+        """Gives a client's rank; None for that of the server."""
+        return next((rank for pattern, rank in self._policy if fnmatchcase(client, pattern)), None)
+
+
+def check_lora(
+    algorithm: FedAvg, shared: Params, params: Params, entries: Sequence[str], clients: Sequence[str]
+) -> None:
+    """Refuses an algorithm, or ranks, for LoRA factors that do not travel as they would have to.
+
+    Args:
+        algorithm: whose traits and extra tensors count.
+        shared: what travels.
+        params: all that is trained.
+        entries: `[federation] lora-ranks`.
+        clients: all names; a pattern that fits none is refused, as a misspelt one would change nothing.
+
+    Raises:
+        SettingsError: no pair of factors travels, or a pattern fits nobody, or the algorithm sends tensors beside
+            the rules, which ranks do not divide.
+    """
+    name = type(algorithm).__name__
+    if algorithm.traits.averages_products and not pairs(shared):
+        raise SettingsError(
+            f'[federation] shared = "{algorithm.lets_out}" lets no pair of LoRA factors out, of which {name} averages '
+            'the products; add "lora", or choose another algorithm.'
+        )
+    for entry in entries:
+        pattern = entry.rpartition("=")[0]
+        if not any(fnmatchcase(client, pattern) for client in clients):
+            raise SettingsError(
+                f'[federation] lora-ranks names "{entry}", but no client has such a name; the clients are '
+                f"{', '.join(clients)}."
+            )
+    factors = [name for name in params if rank_axis(name) is not None]
+    if entries and factors and not any(name in shared for name in factors):
+        raise SettingsError('[federation] lora-ranks is set, but shared lets no LoRA factor out: add "lora" to it.')
+    if entries and algorithm.traits.sends_extra:
+        raise SettingsError(
+            f"[federation] lora-ranks is set, but {name} sends tensors of one size beside the rules; leave it out, or "
+            'choose algorithm = "fedavg" or "flexlora".'
+        )
+
+
+def cut(params: Mapping[str, Tensor], rank: int | None, skip: int = 0) -> Params:
+    """Gives LoRA factors with some of their components only, other tensors as they are; views, not copies.
+
+    Args:
+        params: A as `[rank, inputs]`, B as `[outputs, rank]`, and others.
+        rank: at which component to end; None for the last.
+        skip: at which component to begin.
+    """
+    part = slice(skip, rank)
+    return {
+        name: tensor if rank_axis(name) is None else tensor[part] if rank_axis(name) == 0 else tensor[:, part]
+        for name, tensor in params.items()
+    }
+
+
+def padded(params: Mapping[str, Tensor], like: Mapping[str, Tensor], *, before: bool = False) -> Params:
+    """Gives LoRA factors with zero components up to a rank; a tensor that needs none is returned itself.
+
+    Zero components stay zero under training: each factor's gradient holds the other one.
+
+    Args:
+        params: tensors, some of them factors of a lower rank.
+        like: tensors with the shapes that are wanted; names it lacks are left as they are.
+        before: whether the zeros come first.
+    """
+
+    def one(name: str, tensor: Tensor) -> Tensor:
+        axis, wanted = rank_axis(name), like.get(name, tensor).shape
+        if axis is None or tensor.shape == wanted:
+            return tensor
+        shape = list(tensor.shape)
+        shape[axis] = wanted[axis] - shape[axis]
+        zeros = tensor.new_zeros(shape)
+        return torch.cat([zeros, tensor] if before else [tensor, zeros], dim=axis)
+
+    return {name: one(name, tensor) for name, tensor in params.items()}
+
+
+def rank_axis(name: str) -> int | None:
+    """Which dimension of a LoRA factor is its rank; None for what is no factor."""
+    return {"lora_A": 0, "lora_B": 1}.get(name.rpartition(".")[2])

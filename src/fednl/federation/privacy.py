@@ -1,0 +1,297 @@
+"""Differential privacy for whole clients: clipping, noise, and what has been spent of the budget.
+
+What is protected is one client with all its data. Under `"central"` noise, whoever sees the rules of all rounds, the
+server apart, cannot well tell whether a given client took part (adding or removing one); under `"local"` noise, not
+even the server can well tell one content of a client's data from another (replacing it). What a server measures
+besides, on validation data say, is not covered.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fednl.errors import SettingsError
+from fednl.federation.combine import NO_EXAMPLES
+from fednl.federation.exchange import PrivacySettings
+from fednl.federation.message import Message
+from fednl.federation.params import Params, norm, shortened, subtract
+from fednl.seeding import seed_of, torch_rng
+
+CLIP_RATE = 0.2
+"""How fast an adaptive clip moves; the rate of Andrew et al. 2021."""
+
+_CERTAIN = 2.0**63
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the server must remember to go on with noise: a part of every checkpoint, and of nothing else.
+
+    Args:
+        secret: where the noise and the drawing of clients come from. Whoever knows it can take the noise away.
+        clip: the clip of the next round.
+        releases: (noise multiplier, part of the clients that was drawn, how many rounds), oldest first.
+        asked: by client, in how many rounds it was asked; kept under local noise only.
+    """
+
+    secret: int
+    clip: float
+    releases: tuple[tuple[float, float, int], ...] = ()
+    asked: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives what JSON can hold."""
+        return {**vars(self), "releases": [list(release) for release in self.releases]}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Spent:
+        """Reads what `to_dict` gave."""
+        return cls(**{**facts, "releases": tuple((z, q, int(n)) for z, q, n in facts["releases"])})
+
+    def with_release(self, noise: float, rate: float) -> Spent:
+        """Gives this after one more round of sum and noise."""
+        *before, last = [*self.releases] or [(0.0, 0.0, 0)]
+        if last[:2] == (noise, rate):
+            return replace(self, releases=(*before, (noise, rate, last[2] + 1)))
+        return replace(self, releases=(*self.releases, (noise, rate, 1)))
+
+
+def begin_privacy(settings: PrivacySettings) -> Spent | None:
+    """Gives the state before the first round; None without noise.
+
+    Args:
+        settings: the `[privacy]` section.
+
+    Raises:
+        SettingsError: the library that counts what is spent is not installed.
+    """
+    if settings.mode == "none":
+        return None
+    check_accounting(settings)
+    secret = secrets.randbits(62) if settings.noise_seed is None else seed_of(settings.noise_seed, "privacy")
+    return Spent(secret, settings.clip)
+
+
+def check_accounting(settings: PrivacySettings) -> None:
+    """Refuses noise whose cost nobody could count.
+
+    Args:
+        settings: the `[privacy]` section.
+
+    Raises:
+        SettingsError: dp-accounting is not installed.
+    """
+    if settings.mode != "none" and importlib.util.find_spec("dp_accounting") is None:
+        raise SettingsError(
+            f'[privacy] mode = "{settings.mode}" needs dp-accounting, which is not installed: run '
+            "`pip install 'fednl[privacy]'`."
+        )
+
+
+def epsilon_of(releases: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """Gives the epsilon that Gaussian releases have cost together.
+
+    Args:
+        releases: (noise multiplier: standard deviation over sensitivity, part of the clients drawn by independent
+            coins, number of such rounds).
+        delta: the probability that the guarantee allows to fail.
+
+    Source: dp-accounting's Renyi accountant with its own orders; neighbours differ by one client more or less.
+    """
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    for noise, rate, count in releases:
+        event: Any = GaussianDpEvent(noise)
+        accountant.compose(event if rate >= 1 else PoissonSampledDpEvent(rate, event), count)
+    return float(accountant.get_epsilon(delta))
+
+
+class PrivateRound:
+    """One round under noise: who is drawn, how the sum is made, and what is spent afterwards.
+
+    Args:
+        settings: the `[privacy]` section; its mode is not `"none"`.
+        spent: the state before the round.
+        clients: all of the federation, those in quarantine included.
+        planned: how many clients a round is planned with.
+        number: the round, counted from 1.
+    """
+
+    def __init__(
+        self, settings: PrivacySettings, spent: Spent, clients: Sequence[str], planned: int, number: int
+    ) -> None:
+        self._settings, self._spent, self._number, self._planned = settings, spent, number, planned
+        self._is_central = settings.mode == "central"
+        self._rate = min(1.0, planned / len(clients))
+        self.sum = PrivateSum(settings, spent, planned, number) if self._is_central else None
+
+    def draw(self, free: Sequence[str], otherwise: list[str]) -> list[str]:
+        """Lists who is asked. Central noise counts on secret, independent coins; others are drawn as ever.
+
+        Args:
+            free: who may be asked.
+            otherwise: who would be drawn without noise.
+        """
+        if not self._is_central:
+            return otherwise
+        coins = {name: seed_of(self._spent.secret, "privacy-draw", name, self._number) for name in free}
+        return sorted(name for name in free if coins[name] < self._rate * _CERTAIN)
+
+    def cost(self) -> float:
+        """Gives the epsilon that will have been spent after this round, by the client that takes part in most."""
+        if self.sum is not None:
+            return spent_epsilon(self._settings, self._released())
+        return _local_epsilon(self._settings, max(self._spent.asked.values(), default=0) + 1)
+
+    def after(self, asked: Iterable[str]) -> Spent:
+        """Gives the state after the round; a round that changed nothing is counted too.
+
+        Args:
+            asked: who was asked.
+        """
+        if self.sum is not None:
+            return replace(self._released(), clip=self.sum.next_clip())
+        counts = dict(self._spent.asked)
+        for client in asked:
+            counts[client] = counts.get(client, 0) + 1
+        return replace(self._spent, asked=counts)
+
+    def _released(self) -> Spent:
+        return self._spent.with_release(self._settings.noise_multiplier, self._rate)
+
+
+def spent_epsilon(settings: PrivacySettings, spent: Spent) -> float:
+    """Gives what has been spent: for all clients alike, or under local noise for the one that was asked most.
+
+    Args:
+        settings: the `[privacy]` section.
+        spent: the state.
+    """
+    if settings.mode == "central":
+        return epsilon_of(spent.releases, settings.delta) if spent.releases else 0.0
+    return _local_epsilon(settings, max(spent.asked.values(), default=0))
+
+
+def _local_epsilon(settings: PrivacySettings, rounds: int) -> float:
+    """Two contents of one client lie up to two clips apart, so noise of z clips is z / 2 of them."""
+    return epsilon_of([(settings.noise_multiplier / 2, 1.0, rounds)], settings.delta) if rounds else 0.0
+
+
+class PrivateSum:
+    """Sums the clients' clipped changes, one in memory at a time, and adds noise before anyone sees the sum.
+
+    The sum is divided by the planned number of clients, whoever came: an answer more or less then changes the result by
+    no more than a clip over that number, and a client that stays away takes no noise with it.
+
+    Args:
+        settings: the `[privacy]` section.
+        spent: the state before the round.
+        planned: how many clients a round is planned with.
+        number: the round, counted from 1.
+
+    Source: McMahan et al. 2018 (arXiv 1710.06963), Algorithm 1, fixed-denominator estimator; the clip's own noise as
+    Andrew et al. 2021 (arXiv 1905.03871), section 3, with a count at least so noisy that it costs little.
+    """
+
+    def __init__(self, settings: PrivacySettings, spent: Spent, planned: int, number: int) -> None:
+        self._settings, self._spent, self._planned, self._number = settings, spent, planned, number
+        self._start: Params = {}
+        self._sum: Params = {}
+        self._came = self._short = 0
+
+    def starting_from(self, start: Params) -> PrivateSum:
+        """Says from which rules changes are measured, and gives this sum back."""
+        self._start = start
+        self._sum = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+        return self
+
+    def add(self, message: Message) -> None:
+        """Takes one reply in, however many examples it claims."""
+        if message.num_examples <= 0:
+            return
+        before = {name: value.double() for name, value in self._start.items()}
+        change = subtract({name: message.params[name].double() for name in before}, before)
+        self.add_sum(shortened(change, self._spent.clip), 1)
+        self._short += norm(change) <= self._spent.clip
+
+    def add_sum(self, changes: Params, clients: int) -> None:
+        """Takes the sum of changes that have been clipped already, float64.
+
+        Args:
+            changes: by name; not modified.
+            clients: how many they are of.
+        """
+        self._came += clients
+        self._sum = {name: total + changes[name] for name, total in self._sum.items()}
+
+    def fault(self) -> str:
+        """Says that nobody came, if so."""
+        return "" if self._came else NO_EXAMPLES
+
+    def products(self) -> Params:
+        """Gives nothing: no statistics of single updates leave."""
+        return {}
+
+    def result(self) -> Message:
+        """Gives the rules moved by the noisy mean."""
+        rng = torch_rng(self._spent.secret, "privacy-noise", "", self._number)
+        scale = self._noise_of_the_sum() * self._spent.clip
+        params = {}
+        for name, total in sorted(self._sum.items()):
+            noise = torch.randn(total.shape, generator=rng, dtype=torch.float64).to(total.device) * scale
+            start = self._start[name]
+            params[name] = (start.double() + (total + noise) / self._planned).to(start.dtype)
+        return Message(params, num_examples=self._came)
+
+    def facts(self) -> dict[str, float]:
+        """Gives the clip of the round; how many were longer is as private as the sum."""
+        return {"clip": self._spent.clip}
+
+    def next_clip(self) -> float:
+        """Gives the clip of the next round: the same, or nearer to the quantile of lengths, by a noisy count."""
+        if not self._settings.adaptive_clip:
+            return self._spent.clip
+        rng = torch_rng(self._spent.secret, "privacy-clip", "", self._number)
+        noise = float(torch.randn((), generator=rng, dtype=torch.float64)) * self._noise_of_the_count()
+        below = 0.5 + (self._short - 0.5 * self._came + noise) / self._planned
+        return self._spent.clip * math.exp(-CLIP_RATE * (below - self._settings.clip_quantile))
+
+    def _noise_of_the_count(self) -> float:
+        return max(self._planned / 20, 2 * self._settings.noise_multiplier)
+
+    def _noise_of_the_sum(self) -> float:
+        """So much that sum and count together are as noisy as the setting says; a client moves the count by a half."""
+        noise = self._settings.noise_multiplier
+        if not self._settings.adaptive_clip:
+            return noise
+        return 1 / math.sqrt(noise**-2 - (2 * self._noise_of_the_count()) ** -2)
+
+
+def noisy(params: Params, start: Params, settings: PrivacySettings, secret: int, client: str, round: int) -> Params:
+    """Gives a client's rules with their change clipped and drowned in noise, as they may leave it.
+
+    Args:
+        params: the trained rules; not modified.
+        start: the rules that training began with.
+        settings: the `[privacy]` section; `clip` and `noise_multiplier` are read.
+        secret: the client's own; the same round asked for twice gets the same noise, as two would average out.
+        client: its name.
+        round: counted from 1.
+    """
+    change = shortened(subtract(params, start), settings.clip)
+    rng = torch_rng(secret, "privacy-noise", client, round)
+    scale = settings.noise_multiplier * settings.clip
+    made = {}
+    for name, value in sorted(change.items()):
+        noise = torch.randn(value.shape, generator=rng, dtype=torch.float64).to(value.device) * scale
+        made[name] = (start[name].double() + value.double() + noise).to(value.dtype)
+    return made

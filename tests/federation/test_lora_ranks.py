@@ -1,0 +1,64 @@
+"""Clients of unlike LoRA ranks: who gets what, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fednl.errors import SettingsError
+from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.algorithms.flexlora import FlexLora
+from fednl.federation.algorithms.scaffold import Scaffold
+from fednl.federation.lora_ranks import Ranks, check_lora, cut, padded
+from fednl.federation.params import Params, equal
+
+A, B, GATE = "layers.0.q_proj.lora_A", "layers.0.q_proj.lora_B", "layers.0.memory.gate.bias"
+
+
+def full(rank: int = 4, seed: int = 0) -> Params:
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {A: (rank, 3), B: (5, rank), GATE: (2,)}
+    return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def test_the_first_pattern_that_fits_says_the_rank() -> None:
+    ranks = Ranks(["passkey=2", "*-code=3"])
+    assert [ranks.of(client) for client in ("passkey", "uuid-code", "name-date")] == [2, 3, None]
+    assert Ranks().of("passkey") is None
+
+
+def test_a_client_gets_the_leading_components_and_other_rules_whole() -> None:
+    params = full()
+    got = cut(params, 2)
+    assert torch.equal(got[A], params[A][:2]) and torch.equal(got[B], params[B][:, :2])
+    assert got[GATE] is params[GATE]
+    assert equal(cut(params, None), params)
+    assert equal(cut(params, 99), params)
+
+
+def test_zero_components_neither_change_the_product_nor_learn() -> None:
+    params = full()
+    wide = padded(cut(params, 2), params)
+    assert {name: t.shape for name, t in wide.items()} == {name: t.shape for name, t in params.items()}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in wide.items()}
+    (leaves[B] @ leaves[A]).sin().sum().backward()  # type: ignore[no-untyped-call]
+    assert leaves[A].grad is not None and leaves[B].grad is not None
+    assert leaves[A].grad[:2].any() and not leaves[A].grad[2:].any()
+    assert leaves[B].grad[:, :2].any() and not leaves[B].grad[:, 2:].any()
+    assert padded(params, params)[A] is params[A]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shared", "entries", "words"),
+    [
+        (FedAvg(shared="all"), [A, B, GATE], ["pasky=2"], 'lora-ranks names "pasky=2"'),
+        (FedAvg(shared="memory"), [GATE], ["passkey=2"], 'add "lora"'),
+        (Scaffold(shared="all"), [A, B, GATE], ["passkey=2"], "Scaffold sends tensors"),
+        (FlexLora(shared="memory"), [GATE], [], "no pair of LoRA factors"),
+        (FlexLora(shared=("gate", B)), [B, GATE], [], "no pair of LoRA factors"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(algorithm: FedAvg, shared: list[str], entries: list[str], words: str) -> None:
+    params = full()
+    with pytest.raises(SettingsError, match=words):
+        check_lora(algorithm, {name: params[name] for name in shared}, params, entries, ["name-date", "passkey"])
