@@ -82,6 +82,13 @@ def begin_pass(
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
     _check_positions(owner, index)
     context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call, packing)
+    if owner.given is not None:
+        if cache is not None or packing is not None:
+            raise BackboneError(
+                "A pass that begins above the frozen layers can go on with no conversation and unpack no documents; "
+                "say use_cache = False, or leave the prefix cache out."
+            )
+        context.source = owner.given.source
     if owner.config.window_tokens:
         _put_window(owner, context, kwargs)
     elif cache is not None:

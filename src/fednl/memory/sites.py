@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fednl.errors import BackboneError
 from fednl.memory.families import FAMILIES, attentions
@@ -28,6 +28,17 @@ class Removable(Protocol):
         """Takes it off."""
 
 
+@dataclass(frozen=True)
+class GivenPrefix:
+    """What a pass that begins above the frozen layers is given of them.
+
+    Attributes:
+        source: what the addresses are made of, `[batch, tokens, hidden]`, or `None` where they are made further up.
+    """
+
+    source: Tensor | None
+
+
 @dataclass(eq=False)
 class Attachment:
     """One model's memory: its settings, the hooks that carry it, and how loud it is.
@@ -41,6 +52,7 @@ class Attachment:
         gate_scale: multiplies every gate; 0 inside `closed(model)`.
         implementation: the backbone's own attention implementation, put back by `detach_memory`.
         handles: what to remove on detaching.
+        given: set while passes begin above the frozen layers (`fednl.memory.prefix`).
         left_frozen: whether the rules are not to train although something else in the model does.
     """
 
@@ -52,6 +64,7 @@ class Attachment:
     address_layer: int | None = None
     gate_scale: float = 1.0
     handles: list[Removable] = field(default_factory=list)
+    given: GivenPrefix | None = None
     left_frozen: bool = False
 
     def parameters(self) -> Iterator[nn.Parameter]:
