@@ -12,6 +12,7 @@ from fednl.errors import FednlError, MessageError
 from fednl.federation import masking
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings
 from fednl.federation.message import Message
+from fednl.federation.own_store import OwnStore
 from fednl.federation.params import ClientState, Params, finite, max_abs, norm, subtract
 from fednl.federation.secure import (
     STAGES,
@@ -379,3 +380,22 @@ def test_a_forged_answer_is_refused_and_survived(tmp_path: Path) -> None:
     assert toy.rows()[0]["refused"] == {"shape": 1}
     assert toy.rows()[0]["updated"] is True
     assert finite(found)
+
+
+class OnItsOwn(InProcessTransport):
+    """Clients that hold their own states, as across a network."""
+
+    def states(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, states: Any) -> None:
+        pass
+
+
+def test_a_client_with_its_own_store_goes_through_all_exchanges(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "own", sizes=FIVE, exchange=SECURE, training=TrainingSettings(rounds=2, local_steps=2))
+    store = OwnStore(toy.endpoint(), tmp_path / "stores", {})
+    found = toy.run(OnItsOwn(store, FIVE))
+    plain = Bench(tmp_path / "plain", sizes=FIVE, exchange=Exchange(combine=UNIFORM), training=toy.training)
+    torch.testing.assert_close(found, plain.run(), rtol=0, atol=1e-6)
+    assert [row["updated"] for row in toy.rows()] == [True, True]

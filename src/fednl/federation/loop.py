@@ -10,7 +10,7 @@ from typing import Any
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.coding import encode
-from fednl.federation.combine import Combiner, InOrder
+from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.lora_combine import LoraCombiner
@@ -151,8 +151,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     if private is not None:
         spent = private.after(asked)
         told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    fault = _why_no_quorum(fed, ledger)
-    reason = fault or combiner.fault()
+    reason = _why_no_quorum(fed, ledger) or combiner.fault()
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
@@ -160,13 +159,13 @@ def _one_round(fed: Federation, point: Point) -> Point:
             params, server_state = {**params, **update}, new_state
             told |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
-            fault = reason = "the server's step gave NaN or infinity, so it was not taken"
+            reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
         point,
         round=number,
         params=params,
         server_state=server_state,
-        failed_rounds=point.failed_rounds + 1 if fault else 0,
+        failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
         spent=spent,
     )

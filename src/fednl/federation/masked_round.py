@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fednl.federation.coding import encode
+from fednl.federation.combine import NO_EXAMPLES
 from fednl.federation.ledger import Ledger
 from fednl.federation.message import Message
 from fednl.federation.params import Params, count, max_abs
@@ -32,7 +33,7 @@ class MaskedMean:
 
     start: Params
     noise: PrivateSum | None = None
-    why_not: str = "no client that was asked has examples"
+    why_not: str = NO_EXAMPLES
     changes: Params = field(default_factory=dict)
     came: int = 0
     cut: int = 0
@@ -105,8 +106,9 @@ class MaskedRound:
         keys = {
             client: reply["keys"] for client, reply in self._ask(0, dict.fromkeys(asked, rules), 0, on_step, on_done)
         }
-        if len(keys) < FEWEST:
+        if 0 < len(keys) < FEWEST:
             mean.why_not = f"{len(keys)} clients are too few for a masked sum, which needs {FEWEST}"
+        if len(keys) < FEWEST:
             return self.ledger
         sums = MaskedSum(keys, self._message.params, self._range)
         together = torch.stack([keys[client] for client in sums.clients])
