@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fednl.memory.layer import MemoryLayer
 
 
+RECURRENT = ("mamba",)
+"""The families without attention that a LoRA can be trained on."""
 ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
 
 
@@ -77,6 +79,11 @@ class Attachment:
     def num_layers(self) -> int:
         """Number of transformer blocks."""
         return len(attentions(self.decoder))
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Tells whether a model has no attention, so that a LoRA can sit on it but neither memory nor window."""
+    return getattr(getattr(model, "config", None), "model_type", "") in RECURRENT
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
