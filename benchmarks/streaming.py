@@ -2,10 +2,10 @@
 
     python benchmarks/streaming.py [--context 16384] [--stream 131072] [--tokens 20]
 
-SmolLM2-135M in float32, one thread. Decoding: median processor time of one token after 1,024 tokens of context and after
-`--context`, with memory in the upper half and a window of 64, against the bare backbone and its own KV cache. Streaming:
-peak memory of a process that reads `--stream` tokens in pieces against one that reads 1,024, and the cache's bytes.
-Contexts are read, not made up. Prints Markdown. The whole of it takes about half an hour of one processor core.
+SmolLM2-135M in float32, one thread. Decoding: median processor time of one token after 1,024 tokens of context and
+after `--context`, with memory in the upper half and a window of 64, against the bare backbone and its own KV cache.
+Streaming: peak memory of a process that reads `--stream` tokens in pieces against one that reads 1,024, and the cache's
+bytes. Contexts are read, not made up. Prints Markdown. All of it takes about half an hour of one processor core.
 """
 
 from __future__ import annotations
