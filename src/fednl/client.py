@@ -53,8 +53,10 @@ from fednl.memory.rules_file import (
     memory_settings,
     read_rules,
 )
+from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.recurrent import RecurrentCache
 from fednl.models.settings import DEFAULT_LORA_RANK
 from fednl.runs import Run
 from fednl.seeding import python_rng
@@ -209,11 +211,13 @@ class Bench:
             if lora.rank:
                 wanted.append(("lora", lora))
         for kind, settings in wanted:
+            if kind == "memory" and settings.is_absent:  # nothing would be attached, and some backbones allow nothing
+                continue
             adapter = ADAPTERS[kind]()
             adapter.attach(self.model, settings, seed)
             self._adapters.append(adapter)
         if setup not in self._start:
-            if setup == "memory":
+            if setup == "memory" and not memory.is_absent:
                 self._load_start(memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
         self._setup = setup
@@ -296,7 +300,9 @@ class Bench:
     def _new_cache(self, model: Any) -> Any:
         from transformers import DynamicCache
 
-        return DynamicCache(config=model.config) if self._setup == "bare" else MemoryCache(model)
+        if is_recurrent(model):
+            return RecurrentCache(model)
+        return MemoryCache(model) if is_attached(model) else DynamicCache(config=model.config)
 
     def _load_start(self, memory: MemoryConfig) -> None:
         """Gives the mounted memory the rules that `memory.start` names; fresh ones are centred on generated text."""

@@ -83,7 +83,8 @@ def score_candidates(
         examples: the questions; not modified.
         arm: the arm's name, for error messages.
         make_cache: makes an empty cache for the model, for example `fednl.MemoryCache`. It must know
-            `batch_repeat_interleave(n)`, and `reset_state()` where `zero_state_at_question` is set.
+            `batch_repeat_interleave(n)`, and `reset_state()` where `zero_state_at_question` is set; one with a true
+            `one_at_a_time` is given tokens one by one after its first piece.
         ids: which tokens are the prompt: with the events, or with every event replaced by filler.
         zero_state_at_question: forget the memory state (not the window) just before the question.
         batch: questions per forward pass, at least 1; results do not depend on it beyond rounding.
@@ -166,8 +167,13 @@ def _read_prompts(
 
 def _forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: int, keep: int) -> Tensor:
     """One call of the model on new tokens; `mask` is theirs, the `past` tokens before them are all real."""
-    seen = torch.ones(tokens.shape[0], past, dtype=torch.long, device=tokens.device)
     arguments = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": keep}
+    if getattr(cache, "one_at_a_time", False):
+        # No mask: a recurrent model has its past in its state, and padding comes only after what is scored.
+        pieces = tokens.split(1, dim=1) if past else (tokens,)
+        found = [model(input_ids=piece, **arguments).logits for piece in pieces]
+        return torch.cat(found[-1:] if keep else found, dim=1)
+    seen = torch.ones(tokens.shape[0], past, dtype=torch.long, device=tokens.device)
     logits: Tensor = model(input_ids=tokens, attention_mask=torch.cat([seen, mask], dim=1), **arguments).logits
     return logits
 

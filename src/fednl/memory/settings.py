@@ -166,6 +166,11 @@ class MemoryConfig(BaseModel):
             return list(range(total - number, total))
         return list(range(number - 1, total, number))
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether these settings leave a backbone as it is: no layer with memory, and no window."""
+        return self.layers == "none" and self.window_tokens == 0
+
     def address_number(self, total: int) -> int | None:
         """Gives the layer whose inputs the addresses are made of; `None` where there are no addresses."""
         numbers = self.layer_numbers(total)

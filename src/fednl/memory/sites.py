@@ -49,6 +49,8 @@ FAMILIES = {
     "granite": Family(),
 }
 """The families that memory attaches to, by `config.model_type`."""
+RECURRENT = ("mamba",)
+"""The families without attention that a LoRA can be trained on."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
 
@@ -89,6 +91,11 @@ class Attachment:
         """Number of transformer blocks."""
         blocks: Any = self.decoder.layers
         return len(blocks)
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Tells whether a model has no attention, so that a LoRA can sit on it but neither memory nor window."""
+    return getattr(getattr(model, "config", None), "model_type", "") in RECURRENT
 
 
 def find_decoder(model: nn.Module) -> nn.Module:

@@ -57,11 +57,14 @@ def load(
     chosen = backbone or _settings_of({"id": name, **settings}, path)
     loaded = load_backbone(chosen)
     check_backbone(loaded.model, description, folder)
-    adapters: list[Adapter] = [MemoryAdapter()]
-    adapters[0].attach(loaded.model, memory_settings(description, folder), 0)
+    adapters: list[Adapter] = []
+    memory = memory_settings(description, folder)
+    if not memory.is_absent:
+        adapters.append(MemoryAdapter())
+        adapters[-1].attach(loaded.model, memory, 0)
     if "lora" in description:
         adapters.append(LoraAdapter())
-        adapters[1].attach(loaded.model, _lora_settings(description, folder), 0)
+        adapters[-1].attach(loaded.model, _lora_settings(description, folder), 0)
     assign({n: p for adapter in adapters for n, p in adapter.parameters().items()}, tensors, str(folder))
     return loaded.model.eval(), loaded.tokenizer
 
