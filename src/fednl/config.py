@@ -27,7 +27,7 @@ from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
-from fednl.memory.settings import MemoryConfig
+from fednl.memory.settings import MemoryConfig, PrefixSettings
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
 
 
@@ -64,6 +64,7 @@ class Config(BaseModel):
         data: which task, which clients, how many examples.
         tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
+        prefix: what is kept of the frozen layers below the memory.
         lora: a low-rank adapter beside it; rank 0 is none.
         context_vectors: where context vectors are read, and with which weights injection begins.
         training: rounds, local steps, learning rate.
@@ -85,6 +86,7 @@ class Config(BaseModel):
     data: DataSettings = Field(default_factory=DataSettings)
     tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    prefix: PrefixSettings = Field(default_factory=PrefixSettings)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)

@@ -238,6 +238,8 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
 def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:
     """Says beside the trained params what they belong to, so that `fednl.load` can use them."""
     description: dict[str, Any] = {"backbone": facts["backbone"]}
+    if "memory" in config.federation.adapters:
+        description["memory"] = config.memory.model_dump(by_alias=True, exclude={"start"})
     for kind, settings in adapters_of(config, "own"):
         description[kind] = settings.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"start"})
     for name in ("final", "best"):

@@ -162,6 +162,15 @@ def test_results_under_other_settings_name_them_and_no_folder(tmp_path: Path) ->
     assert "other settings: data.filler = essays.txt, data.events = 6." in text and "/home" not in text
 
 
+def test_longer_texts_come_after_shorter_ones(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    for tokens in (1280, 640):
+        run.write_json(f"results/needles-{tokens}.json", {"rows": rows_at(tokens)})
+    text = report([run.path])
+    places = [text.index(f"## {title}") for title in ("needles-640, 640", "needles-1280, 1280")]
+    assert places == sorted(places)
+
+
 def test_rows_that_lack_something_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-run")
     rows = [
@@ -195,6 +204,28 @@ def test_several_runs_are_compared_first(tmp_path: Path) -> None:
     empty = Run.at(tmp_path / "empty")
     empty.write_json("config.json", CONFIG)
     assert "None of the runs is measured yet" in report([empty.path, empty.path])
+
+
+def test_runs_that_differ_in_their_seed_are_put_together(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(3):
+        run = make_run(tmp_path / f"seed-{seed}")
+        run.write_json("config.json", {**CONFIG, "run": {"seed": seed}})
+        rows = [{**row, "seed": seed} for row in rows_at(320)]
+        for row in rows:
+            if row["metric"] == "difference":
+                row["value"] += 0.01 * seed
+        run.write_json("results/needles.json", {"rows": rows})
+        runs.append(run.path)
+    text = " ".join(report(runs).split())
+    assert "## needles: seeds of one setting (seed-0, seed-1, seed-2)" in text
+    # Mean 0.42, spread 0.01, three seeds: 4.3027 * 0.01 / sqrt 3 = 0.0248.
+    line = "| +41.0 (0), +42.0 (1), +43.0 (2) | +42.0 pp [+39.5, +44.5] | better |"
+    assert line in text
+    assert "no claim: fewer than 3 seeds" in report(runs[:2])
+    other = make_run(tmp_path / "other")
+    other.write_json("config.json", {**CONFIG, "training": {"rounds": 9}})
+    assert "nothing here says that a method is better" in report([runs[0], other.path])
 
 
 def test_lengths_in_one_file_get_a_section_each(tmp_path: Path) -> None:

@@ -68,9 +68,12 @@ def load(
     adapters: list[Adapter] = []
     for kind in ("memory", *_SECTIONS):
         # Rules that name no adapter are a damaged description of a memory's.
-        if kind in description or (kind == "memory" and not _SECTIONS.keys() & description.keys()):
+        if kind not in description and (kind != "memory" or _SECTIONS.keys() & description.keys()):
+            continue
+        own = _settings_for(kind, description, folder)
+        if kind != "memory" or not own.is_absent:
             adapters.append(ADAPTERS[kind]())
-            adapters[-1].attach(loaded.model, _settings_for(kind, description, folder), 0)
+            adapters[-1].attach(loaded.model, own, 0)
     assign({n: p for adapter in adapters for n, p in adapter.parameters().items()}, tensors, str(folder))
     return loaded.model.eval(), loaded.tokenizer
 

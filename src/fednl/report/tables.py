@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import MACRO, Row, leaks
 from fednl.evaluation.settings import ARMS
 from fednl.report.cohort import cohort_table
+from fednl.report.seeds import seed_lines
 from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
 from fednl.report.stream import NAME as STREAM
 from fednl.report.stream import stream_section
@@ -86,14 +88,19 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 
 
 def _results(run: Run) -> Iterator[tuple[str, dict[str, Any] | CheckpointError]]:
-    """Reads the results of a run, file by file in the order of their names; a damaged one gives its error."""
-    for path in sorted((run.path / "results").glob("*.json"), key=lambda path: path.stem):
+    """Reads the results of a run, file by file by name, 640 before 1280; a damaged one gives its error."""
+    for path in sorted((run.path / "results").glob("*.json"), key=lambda path: _by_number(path.stem)):
         if path.stem == STREAM:
             continue
         try:
             yield path.stem, run.read_json(f"results/{path.name}")
         except CheckpointError as error:
             yield path.stem, error
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A sorting key in which digits count as the number they write."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split("([0-9]+)", name) if part]
 
 
 def _run(run: Run) -> str:
@@ -144,8 +151,9 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
     parts.append(
         "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
         "macro, which counts each client once, and differences: bootstrap within clients). "
-        'They do not cover another training seed. "Better" and "worse" need an interval without 0 and, for '
-        "right or wrong, McNemar's exact p of at most 0.05."
+        'They do not cover another training seed: "better" and "worse" are said of these rules, and need an interval '
+        "without 0 and, for right or wrong, McNemar's exact p of at most 0.05. What is said of a method takes three "
+        "seeds: `fednl report RUN RUN RUN`."
     )
     parts += _shared_lines(rows, run)
     parts += _leak_line(rows)
@@ -274,7 +282,11 @@ def _compared(runs: Sequence[Run]) -> str:
                     )
     head = ["run", "task", "arm", "tokens", *(METRICS[metric].column for metric in shown), "n", "seed"]
     table = markdown_table(head, body) if body else "None of the runs is measured yet."
-    return f"# {len(runs)} runs, macro averages\n\n{table}"
+    usable = {
+        str(run.path): [(task, _usable(result)) for task, result in _results(run) if isinstance(result, dict)]
+        for run in runs
+    }
+    return "\n\n".join([f"# {len(runs)} runs, macro averages", table, *seed_lines(runs, usable)])
 
 
 def _index(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], Row]:
