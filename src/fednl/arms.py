@@ -6,6 +6,7 @@ it needs and what is done to the memory or the text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,10 +113,15 @@ def adapters_of(config: Config, setup: Setup) -> list[tuple[str, Any]]:
     if setup != "own":
         found = window if "memory" in own and setup != "bare" else []
         ranked = lora.model_copy(update={"rank": lora.rank or DEFAULT_LORA_RANK})
-        return [*found, ("lora", ranked)] if setup == "lora" else found
+        return _present([*found, ("lora", ranked)] if setup == "lora" else found)
     sections = {"memory": memory, "lora": lora, "context-vectors": config.context_vectors}
     wanted = [*own, *(["lora"] if "memory" in own and lora.rank else [])]
-    return [(kind, settings) for kind, settings in sections.items() if kind in wanted]
+    return _present((kind, settings) for kind, settings in sections.items() if kind in wanted)
+
+
+def _present(adapters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """All but a memory that would attach nothing, as some backbones allow nothing."""
+    return [(kind, settings) for kind, settings in adapters if kind != "memory" or not settings.is_absent]
 
 
 def exchange_of(config: Config, arm: str) -> Exchange:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
 from fednl.memory import MemoryCache, MemoryConfig
 from fednl.memory.centre import centre
+from fednl.memory.prefix import Kept, PrefixCache
 from fednl.memory.rules_file import (
     assign,
     backbone_identity,
@@ -54,9 +56,10 @@ from fednl.memory.rules_file import (
     memory_settings,
     read_rules,
 )
-from fednl.memory.sites import is_attached
+from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.recurrent import RecurrentCache
 from fednl.runs import Run
 from fednl.seeding import python_rng, torch_rng
 
@@ -127,7 +130,7 @@ class ClientProblem:
         live = self._bench.put(params)
         with torch.enable_grad():
             try:
-                loss = answer_nats(self._bench.model, batch)
+                loss = self._bench.nats(batch)
             except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
@@ -179,6 +182,8 @@ class Bench:
         self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
+        self._prefix: PrefixCache | None = None
+        self._kept: Kept | None = None
 
     @property
     def candidates(self) -> int:
@@ -186,6 +191,11 @@ class Bench:
         asked = (one for splits in self.data.values() for some in vars(splits).values() for one in some)
         first = next(asked, None)
         return len(first.candidate_ids) if first else 4
+
+    @property
+    def _injects(self) -> bool:
+        """Whether something other than memory changes what the layers below it give."""
+        return any(adapter.kind == "context-vectors" for adapter in self._adapters)
 
     def train_examples(self, client: str, round: int) -> Sequence[Any]:
         """A client's training examples in a round; the pooled learner's are everybody's."""
@@ -234,10 +244,20 @@ class Bench:
             adapter.attach(self.model, settings, self.config.run.seed)
             self._adapters.append(adapter)
         if setup not in self._start:
-            if setup == "own" and "memory" in self.config.federation.adapters:
+            if setup == "own" and "memory" in self.config.federation.adapters and not self.config.memory.is_absent:
                 self._load_start(self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+        self._prefix = None
+        frozen_below = "memory" in self.config.federation.adapters and setup == "own" and not self._injects
+        if frozen_below and self.config.prefix.cache != "off":
+            self._prefix = PrefixCache(self.model, self.config.prefix, self._kept)
+            self._kept = self._prefix.kept
         self._setup = setup
+
+    def nats(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """`answer_nats` of the mounted model; with `prefix.cache`, from the first memory layer on where it can be."""
+        with nullcontext() if self._prefix is None else self._prefix.over(batch):
+            return answer_nats(self.model, batch)
 
     def start(self, setup: Setup) -> Params:
         """The rules a setup begins with, by canonical name; copies."""
@@ -312,7 +332,7 @@ class Bench:
                 batch = self.collated(examples[first : first + size])
                 count = int((batch["labels"] != IGNORED).sum())
                 try:
-                    nats += float(answer_nats(self.model, batch)) * count
+                    nats += float(self.nats(batch)) * count
                 except NonFiniteError:
                     nats = math.nan
                 tokens += count
@@ -324,6 +344,8 @@ class Bench:
     def _new_cache(self, model: Any) -> Any:
         from transformers import DynamicCache
 
+        if is_recurrent(model):
+            return RecurrentCache(model)
         return MemoryCache(model) if is_attached(model) else DynamicCache(config=model.config)
 
     def _load_start(self, memory: MemoryConfig) -> None:

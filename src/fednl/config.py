@@ -27,7 +27,7 @@ from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
-from fednl.memory.settings import MemoryConfig
+from fednl.memory.settings import MemoryConfig, PrefixSettings
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
 
 
@@ -64,6 +64,7 @@ class Config(BaseModel):
         data: which task, which clients, how many examples.
         tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
+        prefix: what is kept of the frozen layers below the memory.
         lora: a low-rank adapter beside it; rank 0 is none.
         context_vectors: where context vectors are read, and with which weights injection begins.
         training: rounds, local steps, learning rate.
@@ -73,8 +74,8 @@ class Config(BaseModel):
         privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
-        algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
-        task: the task's own section as written; checked by `task_settings`.
+        algorithm: the algorithm's own section, by kebab-case key; `method_settings` gives it typed.
+        task: the task's own section, by kebab-case key; `task_settings` gives it typed.
     """
 
     model_config = ConfigDict(
@@ -85,6 +86,7 @@ class Config(BaseModel):
     data: DataSettings = Field(default_factory=DataSettings)
     tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    prefix: PrefixSettings = Field(default_factory=PrefixSettings)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
@@ -120,10 +122,11 @@ class Config(BaseModel):
         values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
         for name, kind in sections.items():
             values[name] = check.section(_kebab(name), kind, table.get(_kebab(name), {}))
+        for key, kind in (("algorithm", kind_of_own), ("task", task_settings(own["task"]))):
+            if kind is not None:
+                checked = check.section(own[key], kind, values[key])
+                values[key] = checked.model_dump(mode="json", by_alias=True, exclude_none=True)
         config = cls(**values)
-        check.section(own["algorithm"], kind_of_own, config.algorithm)
-        if kind_of_task := task_settings(own["task"]):
-            check.section(own["task"], kind_of_task, config.task)
         _check_arms(config, check)
         if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
@@ -180,14 +183,11 @@ class Config(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
         table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_OWN))
-        for name, settings in (
-            (self.federation.algorithm, self.method_settings),
-            (self.data.task, self.task_settings),
-        ):
-            own = settings.model_dump(mode="json", by_alias=True, exclude_none=True) if settings else {}
-            if own:
-                table[name] = own
-        return table
+        own = {self.federation.algorithm: self.method_settings, self.data.task: self.task_settings}
+        told = {
+            name: kind.model_dump(mode="json", by_alias=True, exclude_none=True) for name, kind in own.items() if kind
+        }
+        return table | {name: keys for name, keys in told.items() if keys}
 
     def to_json(self) -> str:
         """Gives `to_dict` as JSON, one key a line."""

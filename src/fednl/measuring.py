@@ -212,7 +212,8 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
         return dict.fromkeys(clients, start)
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
-    if len(make_algorithm(config, rules).shared(params)) == len(params):
+    algorithm = make_algorithm(config, rules)
+    if len(algorithm.shared(params)) + len(algorithm.given(params)) == len(params):
         return dict.fromkeys(clients, params)
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)

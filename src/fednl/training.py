@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, exchange_of, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
@@ -237,12 +237,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
 
 def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:
     """Says beside the trained params what they belong to, so that `fednl.load` can use them."""
-    description: dict[str, Any] = {
-        "backbone": facts["backbone"],
-        "memory": config.memory.model_dump(by_alias=True, exclude={"start"}),
-    }
-    if config.lora.rank:
-        description["lora"] = config.lora.model_dump(by_alias=True, exclude_none=True)
+    description: dict[str, Any] = {"backbone": facts["backbone"]}
+    if "memory" in config.federation.adapters:
+        description["memory"] = config.memory.model_dump(by_alias=True, exclude={"start"})
+    for kind, settings in adapters_of(config, "own"):
+        description[kind] = settings.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"start"})
     for name in ("final", "best"):
         run.write_json(f"{name}/rules.json", description)
 

@@ -162,6 +162,15 @@ def test_results_under_other_settings_name_them_and_no_folder(tmp_path: Path) ->
     assert "other settings: data.filler = essays.txt, data.events = 6." in text and "/home" not in text
 
 
+def test_longer_texts_come_after_shorter_ones(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    for tokens in (1280, 640):
+        run.write_json(f"results/needles-{tokens}.json", {"rows": rows_at(tokens)})
+    text = report([run.path])
+    places = [text.index(f"## {title}") for title in ("needles-640, 640", "needles-1280, 1280")]
+    assert places == sorted(places)
+
+
 def test_rows_that_lack_something_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-run")
     rows = [

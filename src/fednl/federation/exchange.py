@@ -189,6 +189,11 @@ def _check_privacy(exchange: Exchange, federation: FederationSettings, traits: T
         raise SettingsError(
             '[privacy] adaptive-clip needs the lengths of single updates: set mode = "central" and secure = false.'
         )
+    if privacy.secure and privacy.mode == "central" and privacy.secure_range < privacy.clip:
+        raise SettingsError(
+            f"[privacy] secure-range = {privacy.secure_range:g} would cut changes that clip = {privacy.clip:g} allows: "
+            "set it to at least the clip."
+        )
     if privacy.secure and (privacy.mode == "local" or exchange.traffic.up != "float32"):
         raise SettingsError(
             '[privacy] secure = true sends masked whole numbers of changes: set [traffic] up = "float32", and mode '

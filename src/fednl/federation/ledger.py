@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,35 @@ class Ledger:
             row |= {key: text for key, text in facts.items() if text}
             return Verdict(reply.client, True)
         row |= {name: message.metrics[name] for name in _METRICS if name in message.metrics}
-        row |= {"num_examples": message.num_examples, "steps": int(message.metrics.get("steps", 0))}
-        row |= {"up_bytes": len(reply.payload), "up_container_bytes": container_bytes(reply.payload)}
+        row |= {"num_examples": message.num_examples, "steps": int(message.metrics.get("steps", row.get("steps", 0)))}
+        row["up_bytes"] = row.get("up_bytes", 0) + len(reply.payload)
+        row["up_container_bytes"] = row.get("up_container_bytes", 0) + container_bytes(reply.payload)
         row["status"] = "ok" if message.num_examples else "withheld" if message.status == "withheld" else "empty"
         return Verdict(reply.client, True, message)
+
+    def again(
+        self, wanted: Mapping[str, Wanted], down_bytes: Mapping[str, int], down_tensor_bytes: Mapping[str, int]
+    ) -> None:
+        """Opens another exchange of the same round with some of the clients; their bytes add up.
+
+        Args:
+            wanted: by client asked now, what its reply must be.
+            down_bytes: by client asked now, the bytes serialised for it.
+            down_tensor_bytes: how many of these were tensors.
+        """
+        self._wanted, self._answered = wanted, set()
+        for name, size in down_bytes.items():
+            row = self._rows[name]
+            row["status"] = "late"
+            row["down_bytes"] += size
+            row["down_container_bytes"] += size - down_tensor_bytes[name]
+
+    def settle(self, clients: Iterable[str]) -> None:
+        """Notes that these clients' updates counted, whatever became of their last exchange."""
+        for name in clients:
+            row = self._rows[name]
+            if row["status"] != "ok":
+                row |= {"status": "ok", "detail": f"was {row['status']} after its update had come"}
 
     def rows(self) -> list[dict[str, Any]]:
         """Gives one row a client, sorted by name; what is not known has no key."""
@@ -108,7 +133,7 @@ class Ledger:
 
     def _accepted(self, reply: Reply) -> Message | None:
         """The valid message of a reply; None if the transport says there is none; raises what is refused."""
-        if reply.client not in self._rows:
+        if reply.client not in self._wanted:
             raise MessageError("unknown-client", "A reply came from a client that was not asked.")
         message = None
         if reply.status == "ok":
@@ -126,5 +151,5 @@ class Ledger:
         if code == "stale-round":  # a reply to an earlier question; the one to this question may still come
             return Verdict(reply.client, False)
         self._answered.add(reply.client)
-        row |= {"status": "refused", "up_bytes": len(reply.payload)}
+        row |= {"status": "refused", "up_bytes": row.get("up_bytes", 0) + len(reply.payload)}
         return Verdict(reply.client, True)

@@ -140,7 +140,8 @@ def train_locally(
         DataError: the client has examples, but its data gave no batch.
     """
     _check_allowed(algorithm, received)
-    state = {**state, **{f"given/{name}": received.extra[name].clone() for name in algorithm.given(received.extra)}}
+    if given := algorithm.given(received.extra):
+        state = {**state, **{f"given/{name}": received.extra[name].clone() for name in given}}
     if problem.num_examples < fewest:
         params, extra = copy(algorithm.returns(received.params)), copy(algorithm.extra(received.params))
         status = "withheld" if problem.num_examples else "empty"

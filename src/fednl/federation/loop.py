@@ -10,11 +10,12 @@ from typing import Any
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.coding import encode
-from fednl.federation.combine import Combiner, InOrder
+from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_combine import LoraCombiner
 from fednl.federation.lora_ranks import Ranks, check_lora
+from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
 from fednl.federation.privacy import PrivateRound, PrivateSum, spent_epsilon
@@ -143,19 +144,14 @@ def _one_round(fed: Federation, point: Point) -> Point:
         asked = private.draw(free, asked)
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    combiner: LoraCombiner | PrivateSum
-    if private is not None and private.sum is not None:
-        combiner = private.sum.starting_from(shared)
-    else:
-        combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    combiner = _combiner(fed, shared, None if private is None else private.sum)
     ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     told, spent = combiner.facts(), None
     if private is not None:
         spent = private.after(asked)
         told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    fault = _why_no_quorum(fed, ledger)
-    reason = fault or combiner.fault()
+    reason = _why_no_quorum(fed, ledger) or combiner.fault()
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
@@ -163,13 +159,13 @@ def _one_round(fed: Federation, point: Point) -> Point:
             params, server_state = {**params, **update}, new_state
             told |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
-            fault = reason = "the server's step gave NaN or infinity, so it was not taken"
+            reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
         point,
         round=number,
         params=params,
         server_state=server_state,
-        failed_rounds=point.failed_rounds + 1 if fault else 0,
+        failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
         told=_told(fed, point, ledger),
         spent=spent,
@@ -189,11 +185,23 @@ def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
     return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
-def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner) -> Ledger:
+def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> LoraCombiner | PrivateSum | MaskedMean:
+    """What a round's replies are handed to: single updates, or only their sum."""
+    if fed.exchange.privacy.secure:
+        return MaskedMean(shared, noise)
+    if noise is not None:
+        return noise.starting_from(shared)
+    return LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+
+
+def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
     """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
     number, shared = message.round, message.params
     progress = _Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
+    if isinstance(combiner, MaskedMean):
+        masked = MaskedRound(fed, message, _deadline_s(fed, number))
+        return masked.run(asked, combiner, progress.step, progress.client_done)
     algorithm, traffic, ranks = fed.algorithm, fed.exchange.traffic, Ranks(fed.settings.lora_ranks)
     given = {name: point.params[name] for name in algorithm.given(point.params)}
     made = algorithm.made(point.server_state)

@@ -14,6 +14,7 @@ from fednl.errors import CheckpointError, FednlError
 from fednl.federation.checkpoint import read_tensors
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, copy
+from fednl.federation.secure import STAGES
 from fednl.federation.transport import Endpoint
 from fednl.federation.wire import pack
 from fednl.runs import write_atomic
@@ -28,7 +29,7 @@ class OwnStore:
     An answer is on disk, with the state after it, before it is sent. The same question again (a reply was lost, the
     server was restarted) gets the same bytes without training. An earlier round again, or the same round with another
     question (the server went back to a checkpoint), is trained from the state before that round, and what came after it
-    is dropped. Runs do not know each other's state.
+    is dropped; a later exchange of a masked sum goes on in the round. Runs do not know each other's state.
 
     Args:
         endpoint: what the client does with a message and its state.
@@ -64,6 +65,8 @@ class OwnStore:
             if header["question"] == question:
                 return _reply(tensors), _state(tensors)
         before, number = self._before(folder, message.round)
+        if path.exists() and message.coding in STAGES:  # a later exchange of the same round, not the round anew
+            before = _state(tensors)
         reply, after = self._endpoint(client, message, before, on_progress)
         sent = torch.frombuffer(bytearray(reply.to_bytes()), dtype=torch.uint8)
         stored = {_REPLY: sent, **{f"{_STATE}{name}": tensor for name, tensor in after.items()}}

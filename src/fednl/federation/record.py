@@ -16,6 +16,7 @@ from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.privacy import Spent, begin_privacy
 from fednl.federation.quarantine import Conduct
+from fednl.federation.secure import forget
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
 from fednl.runs import Run
@@ -162,7 +163,7 @@ def save(
         point.round,
         point.params,
         point.server_state,
-        fed.transport.states(),
+        {client: forget(state) for client, state in fed.transport.states().items()},
         {
             "best": point.best,
             "failed_rounds": point.failed_rounds,

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
 from fednl.memory.attach import attach_memory, detach_memory, rules
+from fednl.memory.families import heads_of
 from fednl.memory.settings import MemoryConfig
-from fednl.memory.sites import attachment, find_decoder, is_attached
+from fednl.memory.sites import attachment, find_decoder, is_attached, is_recurrent
 from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
@@ -39,17 +40,18 @@ def backbone_identity(model: nn.Module) -> dict[str, Any]:
     The fingerprint is a SHA-256 over the first 64 embedding rows rounded to bfloat16, so that a float32 and a
     bfloat16 copy of one model are the same backbone.
     """
-    decoder: Any = find_decoder(model)
+    plain: Any = model
+    decoder: Any = plain.base_model if is_recurrent(model) else find_decoder(model)
     config = decoder.config
-    rows = decoder.embed_tokens.weight[:FINGERPRINT_ROWS].detach().to("cpu", torch.bfloat16).contiguous()
+    embeddings = decoder.get_input_embeddings().weight
+    rows = embeddings[:FINGERPRINT_ROWS].detach().to("cpu", torch.bfloat16).contiguous()
     name = getattr(model, "fednl_name", None) or Path(str(config._name_or_path or type(model).__name__)).name
     return {
         "name": name,
         "family": config.model_type,
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        **({} if is_recurrent(model) else {"heads": heads_of(config).heads, "kv_heads": heads_of(config).kv_heads}),
         "vocabulary": config.vocab_size,
         "fingerprint": hashlib.sha256(rows.view(torch.int16).numpy().tobytes()).hexdigest()[:16],
     }
@@ -229,10 +231,10 @@ def check_backbone(
     there, here = description.get("backbone"), backbone_identity(model)
     if not isinstance(there, dict):
         raise CheckpointError(f"The {made.format(source)} a backbone that {file} does not name; save again.")
-    differing = [key for key in SAME if there.get(key) != here[key]]
+    differing = [key for key in SAME if there.get(key) != here.get(key)]
     if differing:
         key = differing[0]
         raise BackboneError(
             f"The {made.format(source)} backbone {there.get('name')!r}, and this is {here['name']!r}: {key} is "
-            f"{there.get(key)!r} there and {here[key]!r} here; load that backbone."
+            f"{there.get(key)!r} there and {here.get(key)!r} here; load that backbone."
         )

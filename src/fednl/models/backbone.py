@@ -37,7 +37,8 @@ class Backbone:
             the stored precision is the one asked for, so that processes on one machine share them.
         tokenizer: has a pad token that existed before, and the model's context length.
         identity: `name`; `sha256` (packaged model, local folder) or `revision` (Hugging Face id);
-            `architecture`, `hidden`, `layers`, `heads`, `kv_heads`, `vocab`; nothing of dtype and device.
+            `architecture`, `hidden`, `layers`, `vocab`, and with attention `heads` and `kv_heads`; nothing of dtype
+            and device.
     """
 
     model: PreTrainedModel
@@ -218,16 +219,16 @@ def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMode
 
 def _identity(model: PreTrainedModel, place: _Place, revision: str | None) -> dict[str, Any]:
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
     identity: dict[str, Any] = {
         "name": place.name,
         "architecture": type(model).__name__,
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "vocab": model.get_input_embeddings().weight.shape[0],
     }
+    heads = getattr(config, "num_attention_heads", None)
+    if heads:  # a recurrent model has none
+        identity |= {"heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads}
     if not place.local:
         return {**identity, "revision": revision or "unknown"}
     return {**identity, "sha256": place.sha256 or folder_sha256(Path(place.source))}

@@ -54,9 +54,9 @@ class ContextInjection:
         for layer, modules in enumerate(sites):
             for module, part in enumerate(modules):
                 self._handles.append(part.register_forward_hook(self._hook(layer, module)))
-        # The whole model's hooks go on last and come off with the others.
-        self._handles.append(model.register_forward_pre_hook(self._begin))
-        self._handles.append(model.register_forward_hook(self._end))
+        trunk = trunk_of(model)
+        self._handles.append(trunk.register_forward_pre_hook(self._begin))
+        self._handles.append(trunk.register_forward_hook(self._end))
 
     def remove(self) -> None:
         """Takes every hook off."""
@@ -208,7 +208,7 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
     Source: I2CL (arXiv 2405.14660), one demonstration at a time; clipping ours.
     """
     with torch.no_grad(), context_of(model).reading(batch["positions"]) as outputs:
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, logits_to_keep=1)
+        trunk_of(model)(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
         found = outputs()
     if not bool(found.isfinite().all()):
         layer = int((~found.isfinite()).any(dim=(0, 3)).any(dim=1).nonzero()[0])
@@ -246,6 +246,12 @@ def mean_outputs(
         mean = mean + settings.noise_std * torch.randn(mean.shape, generator=noise, dtype=mean.dtype)
     vectors = context_of(model).vectors
     return mean.to(vectors.device, vectors.dtype)
+
+
+def trunk_of(model: nn.Module) -> nn.Module:
+    """The model without its head, which alone takes longer than the layers for a few tokens in bfloat16."""
+    trunk: nn.Module = model.base_model  # type: ignore[assignment]
+    return trunk
 
 
 def find_modules(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,14 +88,19 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 
 
 def _results(run: Run) -> Iterator[tuple[str, dict[str, Any] | CheckpointError]]:
-    """Reads the results of a run, file by file in the order of their names; a damaged one gives its error."""
-    for path in sorted((run.path / "results").glob("*.json"), key=lambda path: path.stem):
+    """Reads the results of a run, file by file by name, 640 before 1280; a damaged one gives its error."""
+    for path in sorted((run.path / "results").glob("*.json"), key=lambda path: _by_number(path.stem)):
         if path.stem == STREAM:
             continue
         try:
             yield path.stem, run.read_json(f"results/{path.name}")
         except CheckpointError as error:
             yield path.stem, error
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A sorting key in which digits count as the number they write."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split("([0-9]+)", name) if part]
 
 
 def _run(run: Run) -> str:

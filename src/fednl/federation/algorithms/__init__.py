@@ -73,5 +73,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "fednl": {"adapter": "memory", "algorithm": "fedavg", "shared": "theta"},
     "ifed-icl": {"adapter": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
     "fedavg-lora": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},
+    # The same on a Mamba backbone, which needs no memory of ours: configs/fed-mamba.toml.
+    "fed-mamba": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},
 }
 """Named combinations of adapter, algorithm and what is shared."""

@@ -47,14 +47,16 @@ class FedAvg:
         self.lets_out = shared
 
     def shared(self, names: Iterable[str]) -> list[str]:
-        """Lists the names that travel, sorted; the allow-list in both directions.
+        """Lists the names that travel every round, sorted; the allow-list in both directions.
 
         Args:
             names: canonical names of all that is trained.
         """
         from fednl.federation.params import select
 
-        return select(names, self.lets_out)
+        names = list(names)
+        given = set(self.given(names))
+        return select((name for name in names if name not in given), self.lets_out)
 
     def extra(self, params: Params) -> Params:
         """Names what else messages may carry, with a tensor of the shape and dtype of each; here nothing.
