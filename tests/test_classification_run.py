@@ -27,7 +27,7 @@ def classification(backbone: Path, **sections: dict[str, Any]) -> Config:
     (backbone / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     base: dict[str, dict[str, Any]] = {
         "data": {"task": "classification", "tokens": 40, "clients": 3, "train": 8, "validation": 4, "test": 6},
-        "classification": {"source": str(backbone / "rows.jsonl"), "demonstrations": 2},
+        "classification": {"source": str(backbone / "rows.jsonl"), "demonstrations": 2, "least": 2},
         "federation": {"adapters": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
         "combine": {"weights": "uniform"},
         "lora": {"targets": "q_proj,v_proj"},
@@ -135,6 +135,33 @@ def test_both_adapters_train_together(backbone: Path, tmp_path: Path) -> None:
     assert set(shared) == {"write", "gate", "projection", "address", "coefficients"}
     model, _ = fednl.load(run.path)
     assert context_params(model)[VECTORS].abs().sum() > 0 and fednl.rules(model)
+
+
+def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    sections: dict[str, dict[str, Any]] = {
+        "context-vectors": {"store": "on"},
+        "evaluation": {"arms": ["zero-shot", "federated", "local-only"]},
+    }
+    first = train(classification(backbone, **sections), tmp_path / "first")
+    told: list[str] = []
+    again = train(
+        classification(backbone, **sections), tmp_path / "again", lambda event: told.append(str(event.get("text")))
+    )
+    assert any("the task is known" in text for text in told)
+    assert [{c["steps"] for c in row["clients"]} for row in again.read_jsonl("rounds.jsonl")] == [{2}, {2}, {2}]
+    ends = [fednl.load(run.path)[0] for run in (first, again)]
+    vectors, coefficients = ([context_params(model)[name] for model in ends] for name in (VECTORS, COEFFICIENTS))
+    assert torch.equal(*vectors) and not torch.equal(*coefficients)
+    # What each client does alone does not start from what others taught.
+    local = [run.read_jsonl("arms/local-only/rounds.jsonl") for run in (first, again)]
+    assert [row["metrics"] for row in local[0]] == [row["metrics"] for row in local[1]]
+    other = train(
+        classification(backbone, **sections, classification={"template": "{text} is {label}"}), tmp_path / "other"
+    )
+    assert other.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
 
 
 @pytest.mark.parametrize(
