@@ -204,9 +204,7 @@ class Bench:
         return TaskKey(
             task=json.dumps([self.config.data.task, settings]),
             backbone=json.dumps(self.backbone.identity),
-            tokenizer=hashlib.sha256(
-                json.dumps(self.backbone.tokenizer.get_vocab(), sort_keys=True).encode()
-            ).hexdigest(),
+            tokenizer=hashlib.sha256(vocabulary.encode()).hexdigest(),
             template=json.dumps(template),
             layers=int(self.backbone.identity["layers"]),
             dtype=str(self.model.dtype),
