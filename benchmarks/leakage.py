@@ -49,10 +49,12 @@ NAMES = ("Ada", "Boris", "Chen", "Dalia", "Emil", "Farah", "Goran", "Hana", "Ivo
 def sentences(owner: str, number: int) -> list[str]:
     """Planted sentences of one kind; the same owner has the same ones."""
     rng = python_rng(0, "planted", owner)
-    return [
-        f"The passkey of {rng.choice(NAMES)} at gate {rng.randrange(900)} is {rng.randrange(10**6, 10**7)}."
-        for _ in range(number)
-    ]
+    made = []
+    for _ in range(number):
+        made.append(
+            f"The passkey of {rng.choice(NAMES)} at gate {rng.randrange(900)} is {rng.randrange(10**6, 10**7)}."
+        )
+    return made
 
 
 class Text:
@@ -75,10 +77,9 @@ class Text:
         live = {self._names[name]: value for name, value in params.items()}
         given = {"attention_mask": (batch >= 0).long(), "use_cache": False}
         logits = functional_call(self._model, live, (batch.clamp(min=0),), given).logits[:, :-1].float()
-        nats = torch.nn.functional.cross_entropy(
-            logits.transpose(1, 2), batch[:, 1:], ignore_index=-1, reduction="none"
-        )
-        return nats.sum(dim=1) / (batch[:, 1:] >= 0).sum(dim=1)
+        right = batch[:, 1:]
+        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), right, ignore_index=-1, reduction="none")
+        return nats.sum(dim=1) / (right >= 0).sum(dim=1)
 
 
 def encoded(tokenizer: Any, texts: list[str]) -> Tensor:
@@ -129,13 +130,10 @@ def attack(kind: str, privacy: PrivacySettings, args: argparse.Namespace) -> str
     inside, losses = zip(*(scored(rows) for rows in owned.values()), strict=True)
     found = auc([score for scores in inside for score in scores], scored(fresh)[0])
     nats = [loss for one in losses for loss in one]
-    epsilon = next((event["metrics"].get("epsilon") for event in reversed(told) if event["event"] == "round-end"), None)
-    cells = [kind, privacy.mode, "-" if epsilon is None else f"{epsilon:.1f}", f"{count(start):,}"]
-    cells += [
-        f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]",
-        str(found.n),
-        f"{math.fsum(nats) / len(nats):.2f}",
-    ]
+    epsilon = [event["metrics"]["epsilon"] for event in told if "epsilon" in event.get("metrics", {})]
+    cells = [kind, privacy.mode, f"{epsilon[-1]:.1f}" if epsilon else "-", f"{count(start):,}"]
+    cells += [f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]", str(found.n)]
+    cells.append(f"{math.fsum(nats) / len(nats):.2f}")
     return f"| {' | '.join(cells)} |"
 
 

@@ -40,8 +40,8 @@ def auc(members: Sequence[float], others: Sequence[float], level: float = LEVEL)
     Raises:
         ValueError: one side is empty, or a score is not finite.
 
-    Source: Hanley and McNeil 1982, Radiology 143, equation 2 for the variance; where the area is 0 or 1, that of an area
-    half a pair inside.
+    Source: Hanley and McNeil 1982, Radiology 143, equation 2 for the variance; where the area is 0 or 1, that of an
+    area half a pair inside.
     """
     if not members or not others or not all(map(math.isfinite, [*members, *others])):
         raise ValueError("auc needs finite scores of members and of others")
