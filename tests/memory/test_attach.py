@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, OPTConfig, OPTForCausalLM
 
 from fednl.errors import BackboneError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, rules
@@ -258,8 +258,9 @@ def test_cache_rows_can_be_repeated_selected_cloned_and_their_state_forgotten() 
 
 
 def test_refusals_name_the_cause() -> None:
-    with pytest.raises(BackboneError, match=r"gpt2.*llama, qwen2, qwen3, mistral.*granite\."):
-        attach_memory(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)), MemoryConfig())
+    small = {"num_hidden_layers": 1, "hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "vocab_size": 16}
+    with pytest.raises(BackboneError, match=r"'opt' is not supported .*llama, qwen2, qwen3, mistral.*gpt2\."):
+        attach_memory(OPTForCausalLM(OPTConfig(word_embed_proj_dim=8, **small)), MemoryConfig())
     model = with_memory()
     with pytest.raises(BackboneError, match="attached to this model already"):
         attach_memory(model)
