@@ -11,6 +11,7 @@ import torch
 from tests.small_run import settings, tiny_backbone
 
 import fednl
+from fednl.client import Bench
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.federation.params import personal
@@ -53,7 +54,7 @@ def rows(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_arm_answers_the_same_questions_and_has_accuracy_and_macro_f1(run: Run) -> None:
+def test_e03_every_arm_answers_the_same_questions_nothing_injected_and_few_shot_among_them(run: Run) -> None:
     macro = {(row["method"], row["metric"]): row for row in rows(run) if row["client"] == "macro" and "value" in row}
     for arm in ARMS:
         accuracy, f1 = macro[arm, "accuracy"], macro[arm, "macro_f1"]
@@ -135,6 +136,33 @@ def test_both_adapters_train_together(backbone: Path, tmp_path: Path) -> None:
     assert set(shared) == {"write", "gate", "projection", "address", "coefficients"}
     model, _ = fednl.load(run.path)
     assert context_params(model)[VECTORS].abs().sum() > 0 and fednl.rules(model)
+
+
+def test_from_a_client_whose_activations_are_not_finite_nothing_leaves_and_the_round_goes_on(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Bench.collect
+
+    def collect(bench: Bench, client: str, round: int) -> dict[str, torch.Tensor]:
+        if client != "client-02":
+            return plain(bench, client, round)
+        with torch.no_grad():
+            weight = bench.model.model.layers[1].mlp.down_proj.weight
+            kept = weight.clone()
+            weight[0, 0] = torch.inf
+            try:
+                return plain(bench, client, round)
+            finally:
+                weight.copy_(kept)
+
+    monkeypatch.setattr(Bench, "collect", collect)
+    config = classification(backbone, evaluation={"arms": ["federated"]}, training={"rounds": 2})
+    run = train(config, tmp_path / "run")
+    first, second = run.read_jsonl("rounds.jsonl")
+    row = next(client for client in first["clients"] if client["name"] == "client-02")
+    assert (row["status"], row["reason"]) == ("failed", "NonFiniteError") and "up_bytes" not in row
+    assert "layer 1 of the backbone gives NaN or infinity on this client's examples" in row["detail"]
+    assert first["updated"] and [client["steps"] for client in second["clients"]] == [2, 2, 2]
 
 
 def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
