@@ -11,6 +11,7 @@ import torch
 from tests.small_run import settings, tiny_backbone
 
 import fednl
+from fednl.client import Bench
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.federation.params import personal
@@ -27,7 +28,7 @@ def classification(backbone: Path, **sections: dict[str, Any]) -> Config:
     (backbone / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     base: dict[str, dict[str, Any]] = {
         "data": {"task": "classification", "tokens": 40, "clients": 3, "train": 8, "validation": 4, "test": 6},
-        "classification": {"source": str(backbone / "rows.jsonl"), "demonstrations": 2},
+        "classification": {"source": str(backbone / "rows.jsonl"), "demonstrations": 2, "least": 2},
         "federation": {"adapters": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
         "combine": {"weights": "uniform"},
         "lora": {"targets": "q_proj,v_proj"},
@@ -53,7 +54,7 @@ def rows(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_arm_answers_the_same_questions_and_has_accuracy_and_macro_f1(run: Run) -> None:
+def test_e03_every_arm_answers_the_same_questions_nothing_injected_and_few_shot_among_them(run: Run) -> None:
     macro = {(row["method"], row["metric"]): row for row in rows(run) if row["client"] == "macro" and "value" in row}
     for arm in ARMS:
         accuracy, f1 = macro[arm, "accuracy"], macro[arm, "macro_f1"]
@@ -135,6 +136,60 @@ def test_both_adapters_train_together(backbone: Path, tmp_path: Path) -> None:
     assert set(shared) == {"write", "gate", "projection", "address", "coefficients"}
     model, _ = fednl.load(run.path)
     assert context_params(model)[VECTORS].abs().sum() > 0 and fednl.rules(model)
+
+
+def test_from_a_client_whose_activations_are_not_finite_nothing_leaves_and_the_round_goes_on(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Bench.collect
+
+    def collect(bench: Bench, client: str, round: int) -> dict[str, torch.Tensor]:
+        if client != "client-02":
+            return plain(bench, client, round)
+        with torch.no_grad():
+            weight = bench.model.model.layers[1].mlp.down_proj.weight
+            kept = weight.clone()
+            weight[0, 0] = torch.inf
+            try:
+                return plain(bench, client, round)
+            finally:
+                weight.copy_(kept)
+
+    monkeypatch.setattr(Bench, "collect", collect)
+    config = classification(backbone, evaluation={"arms": ["federated"]}, training={"rounds": 2})
+    run = train(config, tmp_path / "run")
+    first, second = run.read_jsonl("rounds.jsonl")
+    row = next(client for client in first["clients"] if client["name"] == "client-02")
+    assert (row["status"], row["reason"]) == ("failed", "NonFiniteError") and "up_bytes" not in row
+    assert "layer 1 of the backbone gives NaN or infinity on this client's examples" in row["detail"]
+    assert first["updated"] and [client["steps"] for client in second["clients"]] == [2, 2, 2]
+
+
+def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    sections: dict[str, dict[str, Any]] = {
+        "context-vectors": {"store": "on"},
+        "evaluation": {"arms": ["zero-shot", "federated", "local-only"]},
+    }
+    first = train(classification(backbone, **sections), tmp_path / "first")
+    told: list[str] = []
+    again = train(
+        classification(backbone, **sections), tmp_path / "again", lambda event: told.append(str(event.get("text")))
+    )
+    assert any("the task is known" in text for text in told)
+    assert [{c["steps"] for c in row["clients"]} for row in again.read_jsonl("rounds.jsonl")] == [{2}, {2}, {2}]
+    ends = [fednl.load(run.path)[0] for run in (first, again)]
+    vectors, coefficients = ([context_params(model)[name] for model in ends] for name in (VECTORS, COEFFICIENTS))
+    assert torch.equal(*vectors) and not torch.equal(*coefficients)
+    # What each client does alone does not start from what others taught.
+    local = [run.read_jsonl("arms/local-only/rounds.jsonl") for run in (first, again)]
+    assert [row["metrics"] for row in local[0]] == [row["metrics"] for row in local[1]]
+    other = train(
+        classification(backbone, **sections, classification={"template": "{text} is {label}"}), tmp_path / "other"
+    )
+    assert other.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
 
 
 @pytest.mark.parametrize(

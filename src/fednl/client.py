@@ -6,6 +6,8 @@ window, the run's own adapters, LoRA). Its operations take and give tensors and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,6 +61,7 @@ from fednl.memory.rules_file import (
 from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.context_store import TaskKey
 from fednl.models.recurrent import RecurrentCache
 from fednl.runs import Run
 from fednl.seeding import python_rng, torch_rng
@@ -191,6 +194,22 @@ class Bench:
         asked = (one for splits in self.data.values() for some in vars(splits).values() for one in some)
         first = next(asked, None)
         return len(first.candidate_ids) if first else 4
+
+    def task_key(self) -> TaskKey:
+        """What context vectors of this run's task belong to."""
+        own = self.config.task_settings
+        settings = {} if own is None else own.model_dump(mode="json", by_alias=True)
+        vocabulary = json.dumps(self.backbone.tokenizer.get_vocab(), sort_keys=True)
+        template = {name: settings.pop(name, None) for name in ("template", "labels")}
+        return TaskKey(
+            task=json.dumps([self.config.data.task, settings]),
+            backbone=json.dumps(self.backbone.identity),
+            tokenizer=hashlib.sha256(vocabulary.encode()).hexdigest(),
+            template=json.dumps(template),
+            layers=int(self.backbone.identity["layers"]),
+            dtype=str(self.model.dtype),
+            position=self.config.context_vectors.position,
+        )
 
     @property
     def _injects(self) -> bool:
@@ -392,6 +411,8 @@ def handlers(config: Config) -> dict[str, Handler]:
             "partition": [vars(row) for row in partition_rows(own.data)],
             "candidates": own.candidates,
         }
+        if config.context_vectors.store == "on":
+            facts["context_key"] = vars(own.task_key())
         if config.data.task == "needles":  # the only task so far that reads `data.filler`
             facts["filler_sha256"] = load_filler(config.data.filler).sha256
         return facts, ()

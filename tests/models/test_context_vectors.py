@@ -110,7 +110,9 @@ def test_detached_the_model_is_as_it_was(layout: str, tokens: Tensor) -> None:
         context_of(model)
 
 
-def test_injection_is_beta_times_output_plus_lambda_times_vector(layout: str, tokens: Tensor) -> None:
+def test_e01_tuple_or_tensor_injection_is_beta_times_output_plus_lambda_times_vector(
+    layout: str, tokens: Tensor
+) -> None:
     """The specification: each module's forward wrapped by hand, one after the other."""
     model = filled(build(layout))
     expected = logits(model, tokens)
@@ -186,7 +188,7 @@ def test_neither_batch_nor_padding_side_changes_an_answer(layout: str, tokens: T
     assert torch.allclose(padded[0, -1], alone, atol=1e-5)
 
 
-def test_every_hook_fires_exactly_once_a_forward_and_otherwise_is_told(layout: str, tokens: Tensor) -> None:
+def test_e05_every_hook_fires_exactly_once_a_forward_and_otherwise_is_told(layout: str, tokens: Tensor) -> None:
     """E05: a module that is passed over, or runs twice, is an error and not a weaker method."""
     model = filled(build(layout))
     for _ in range(2):

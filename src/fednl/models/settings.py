@@ -86,6 +86,8 @@ class ContextVectorSettings(BaseModel):
         start_lambda: the vector's weight before training.
         start_beta: the weight of the layer's own output before training.
         clip_norm: the longest that what one example leaves may be, as one L2 norm over all layers; 0 for no limit.
+        store: `"on"` keeps what a run ends with, by task, in the cache folder, and starts a run on the same task,
+            model, tokenizer, template and precision from it, without a round of vectors.
         noise_std: standard deviation of the noise on every number of a client's mean before it leaves. It is drawn from
             the run's seed, as everything here: it shows what noise costs, and hides nothing from who knows the seed.
 
@@ -99,4 +101,5 @@ class ContextVectorSettings(BaseModel):
     start_lambda: float = Field(default=0.1, allow_inf_nan=False)
     start_beta: float = Field(default=1.0, allow_inf_nan=False)
     clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    store: Literal["off", "on"] = "off"
     noise_std: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -134,6 +134,14 @@ class FedAvg:
         """
         return sorted(names)
 
+    def opening(self, params: Params) -> ClientState:
+        """Gives the server's tensors before the first round; here none.
+
+        Args:
+            params: the start values of all rules.
+        """
+        return {}
+
     def steps(self, state: ClientState, planned: int) -> int:
         """Gives how many local steps a client takes in this round; here those planned.
 

@@ -57,6 +57,13 @@ class IfedIcl(FedAvg):
         """Says whether stage 1 is over."""
         return "made" in server_state
 
+    def opening(self, params: Params) -> ClientState:
+        """Notes that stage 1 is over where the run starts with vectors (a stored task's)."""
+        import torch
+
+        known = VECTORS in params and bool(params[VECTORS].any())
+        return {"made": torch.ones((), dtype=torch.int64)} if known else {}
+
     def trainable(self, names: Iterable[str]) -> list[str]:
         """Lists all but the context vectors."""
         return sorted(name for name in names if name != VECTORS)
