@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fednl import fetching
+from fednl.data import packaged_questions
 from fednl.data.examples import Tokenizer
 from fednl.data.mmlu import ChoiceExample, MmluSettings, build, read_groups
 from fednl.data.packaged_questions import parse_question
@@ -268,3 +272,32 @@ def test_what_cannot_be_is_refused(source: str, groups: str, tokenizer: Tokenize
 )
 def test_packaged_questions_are_split_into_their_parts(text: str, ideal: str, expected: Any) -> None:
     assert parse_question(text, ideal) == expected
+
+
+def test_the_packaged_questions_become_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"question": "Why?\nA. one\nB. two\nC. three\nD. four\nAnswer:", "answer": "C"}
+    broken = {"question": "Why?\nA. one", "answer": "A"}
+    spoken = {"input": [{"content": "rules"}, {"content": "How?\n(A) p\n(B) q\n(C) r\n(D) s"}], "ideal": ["so (D)"]}
+
+    def download(requirement: str, folder: Path, otherwise: str, error: type[FednlError]) -> Path:
+        with zipfile.ZipFile(folder / "w.whl", "w") as archive:
+            for member, subject in packaged_questions._MEMBERS.items():
+                rows = [spoken if subject else {**plain, "topic": "high school biology"}, broken]
+                content = "".join(json.dumps(one | ({} if subject else {"topic": "x"}) | one) + "\n" for one in rows)
+                archive.writestr(f"evals/registry/data/{member}", content)
+        return folder / "w.whl"
+
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetching, "download_wheel", download)
+    with pytest.raises(DataError, match=r"has sha256 .* was expected"):
+        read_questions("packaged", ["test"])
+    wheel = download("", tmp_path, "", DataError)
+    monkeypatch.setattr(packaged_questions, "_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(fetching, "download_wheel", lambda *args: wheel)
+    found = read_questions("packaged", ["test"])
+    assert [(one.subject, one.gold, one.choices[0]) for one in found] == [
+        ("high_school_biology", 2, "one"),
+        ("astronomy", 3, "p"),  # the same question of other sets is the first one's
+    ]
+    monkeypatch.setattr(fetching, "download_wheel", lambda *args: 1 / 0)
+    assert read_questions("packaged", ["test"]) == found  # kept
