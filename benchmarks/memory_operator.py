@@ -1,79 +1,224 @@
-"""How the memory operator's cost grows with length, and how it compares; one process, one thread, medians.
+"""The memory operator against its rivals: speed, correctness, share of the processor's peak, memory against length.
 
-python benchmarks/memory_operator.py
+    python benchmarks/memory_operator.py [--repeats 5] [--tokens 2048,16384]
 
-Prints Markdown: CPU milliseconds forward and forward + backward at each length, and ratios. Batch 1, 9 query and 9 KV
-heads of 64, float32, as transformers' own chunked gated delta rule takes no grouped heads.
+One process, one thread, medians of processor time, float32, batch 1, heads of 64. Prints Markdown. Rivals that are not
+installed are left out and named: transformers' chunked gated delta rule (with its decay off), titans-pytorch, TPTT,
+and causal softmax attention. The error is the relative Frobenius error of the answers against the token-by-token
+recurrence in float64; a rival that computes another rule has none.
+
+The file is not called operator.py: Python's own `operator` would then be hidden from every script beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import platform
 from collections.abc import Callable
 
 import torch
+from measure import cpu_ms, in_own_process, peak_mib, print_table
 from torch import Tensor
+from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from fednl.memory.operator import delta_rule
+from fednl.memory.operator import delta_rule, delta_rule_reference
+from fednl.memory.update_rules import RULES, function
 
-HEADS, DIM = 9, 64
+HEADS, KV_HEADS, DIM, CHUNK = 9, 3, 64, 32
+CHECKED_TOKENS = 512
+Operator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def inputs(tokens: int) -> list[Tensor]:
-    """Unit queries and keys, plain values, write strengths in (0, 1)."""
+def inputs(tokens: int, kv_heads: int = HEADS) -> list[Tensor]:
+    """Unit queries and keys that are alike in part, plain values, write strengths in (0, 1)."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, tokens, HEADS, DIM, generator=generator) for _ in range(3))
-    beta = torch.rand(1, tokens, HEADS, generator=generator)
-    unit = torch.nn.functional.normalize
-    return [x.requires_grad_() for x in (unit(q, dim=-1), unit(k, dim=-1), v, beta)]
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(1, tokens, heads, DIM, generator=generator)
+
+    common = torch.randn(DIM, generator=generator)
+    q, k, v = draw(HEADS), draw(kv_heads) + common, draw(kv_heads)
+    beta = torch.rand(1, tokens, kv_heads, generator=generator)
+    return [x.requires_grad_() for x in (normalize(q, dim=-1), normalize(k, dim=-1), v, beta)]
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """This library's operator."""
-    return delta_rule(q, k, v, beta)[0]
+    return delta_rule(q, k, v, beta, chunk_tokens=CHUNK)[0]
 
 
-def transformers_chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The rival: transformers' chunked gated delta rule, its decay switched off."""
+def softmax(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Causal softmax attention: not a memory, what a memory is instead of."""
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+
+
+def rivals() -> tuple[dict[str, Operator], list[str]]:
+    """The installed rivals by name, and the names of those that are not."""
+    found: dict[str, Operator] = {}
+    missing = []
+    for name, make in (("transformers", _transformers), ("TPTT", _tptt), ("titans-pytorch", _titans)):
+        try:
+            found[name] = make()
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+    return {**found, "softmax attention": softmax}, missing
+
+
+def _transformers() -> Operator:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    out: Tensor = torch_chunk_gated_delta_rule(q, k, v, g=torch.zeros_like(beta), beta=beta)[0]
-    return out
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        # It scales queries by 1 / sqrt(dim) itself.
+        out: Tensor = torch_chunk_gated_delta_rule(q * DIM**0.5, k, v, g=torch.zeros_like(beta), beta=beta)[0]
+        return out
+
+    return run
 
 
-def measure(operator: Callable[..., Tensor], tokens: int, repeats: int) -> tuple[float, float]:
-    """Median CPU milliseconds of a forward pass without gradients, and of forward + backward."""
-    tensors = inputs(tokens)
-    forward, both = [], []
-    for _ in range(repeats + 1):
+def _tptt() -> Operator:
+    from tptt.modeling_tptt import LinearAttentionOp
+
+    operator = LinearAttentionOp(max_chunk_size=CHUNK)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        # [batch, heads, tokens, writes, dim]; strengths are one a channel there, and need not differ.
+        q, k, v = (x.transpose(1, 2).unsqueeze(3) for x in (q, k, v))
+        rate = beta.transpose(1, 2)[..., None, None].expand_as(k)
+        out: Tensor = operator(q, k, v, torch.ones_like(rate), rate, linear_activation=False)[0]
+        return out.transpose(1, 2).reshape(v.shape[0], -1, HEADS, DIM)
+
+    return run
+
+
+def _titans() -> Operator:
+    from titans_pytorch import NeuralMemory
+    from titans_pytorch.memory_models import MemoryMLP
+
+    model = MemoryMLP(DIM, depth=1)
+    memory = NeuralMemory(HEADS * DIM, dim_head=DIM, heads=HEADS, chunk_size=CHUNK, model=model, momentum=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        # A module with its own projections and one gradient point a chunk: its speed, not its numbers, compares.
+        out: Tensor = memory(v.flatten(2))[0]
+        return out.unflatten(2, (HEADS, DIM))
+
+    return run
+
+
+def measure(operator: Operator, tokens: int, repeats: int, kv_heads: int = HEADS) -> tuple[float, float]:
+    """Milliseconds of a forward pass without gradients, and of forward + backward."""
+    tensors = inputs(tokens, kv_heads)
+
+    def forward() -> None:
         with torch.no_grad():
-            start = time.process_time()
             operator(*tensors)
-            forward.append(1e3 * (time.process_time() - start))
-        start = time.process_time()
-        operator(*tensors).sum().backward()
-        both.append(1e3 * (time.process_time() - start))
-    return statistics.median(forward[1:]), statistics.median(both[1:])
+
+    return cpu_ms(forward, repeats), cpu_ms(lambda: operator(*tensors).sum().backward(), repeats)
+
+
+def error(operator: Operator) -> float:
+    """Relative Frobenius error of the answers against the float64 recurrence."""
+    tensors = [x.detach() for x in inputs(CHECKED_TOKENS)]
+    wanted = delta_rule_reference(*(x.double() for x in tensors))[0]
+    with torch.no_grad():
+        return float((operator(*tensors).double() - wanted).norm() / wanted.norm())
+
+
+def compare(lengths: list[int], repeats: int) -> None:
+    """Ours against every rival at every length."""
+    others, missing = rivals()
+    rows = []
+    for tokens in lengths:
+        mine = measure(ours, tokens, repeats)
+        rows.append([str(tokens), "ours", f"{mine[0]:.1f} ms", f"{mine[1]:.1f} ms", f"{error(ours):.1e}"])
+        for name, operator in others.items():
+            f, b = measure(operator, tokens, max(1, repeats // 2))
+            own = "another rule" if name in ("softmax attention", "titans-pytorch") else f"{error(operator):.1e}"
+            ratios = (f"{f:.1f} ms, {f / mine[0]:.2f} times ours", f"{b:.1f} ms, {b / mine[1]:.2f} times ours")
+            rows.append([str(tokens), name, *ratios, own])
+    print_table(["tokens", "operator", "forward", "forward + backward", "error"], rows)
+    if missing:
+        print(f"Left out, not installed: {'; '.join(missing)}.\n")
+
+
+def grouped(lengths: list[int], repeats: int) -> None:
+    """One state per KV head against the same operator on repeated heads."""
+    rows = []
+    for tokens in lengths:
+        one, many = measure(ours, tokens, repeats, KV_HEADS), measure(ours, tokens, repeats, HEADS)
+        pairs = [f"{a:.1f} ms against {b:.1f} ms, {b / a:.2f} times" for a, b in zip(one, many, strict=True)]
+        rows.append([str(tokens), *pairs])
+    print(f"{HEADS} query and {KV_HEADS} KV heads, against as many KV heads as query heads:\n")
+    print_table(["tokens", "forward", "forward + backward"], rows)
+
+
+def peak_share(lengths: list[int], repeats: int) -> None:
+    """How much of the measured matrix product peak a forward pass reaches."""
+    square = torch.randn(1024, 1024)
+    gflops = 2 * 1024**3 / cpu_ms(lambda: square @ square, repeats) / 1e6
+    rows = []
+    for tokens in lengths:
+        milliseconds = measure(ours, tokens, repeats)[0]
+        done = tokens * HEADS * (8 * CHUNK * DIM + 6 * DIM**2) / milliseconds / 1e6
+        rows.append([str(tokens), f"{done:.1f} GFLOP/s", f"{100 * done / gflops:.0f}%"])
+    print(f"Products of 1,024 x 1,024 reach {gflops:.0f} GFLOP/s; the operator needs 8 C d + 6 d^2 a token and head:\n")
+    print_table(["tokens", "forward", "share of the peak"], rows)
+
+
+def every_rule(tokens: int, repeats: int) -> None:
+    """The other update rules beside the delta rule."""
+    base, rows = measure(ours, tokens, repeats, KV_HEADS), []
+    for name, rule in RULES.items():
+        extra: dict[str, Tensor] = {}
+        if rule.decays:
+            extra["log_decay"] = torch.full((1, tokens, KV_HEADS), -1e-3)
+        if rule.momentum:
+            extra["log_momentum"] = torch.full((1, tokens, KV_HEADS), -2.0)
+        if rule.inner:
+            extra["start"] = 0.02 * torch.randn(KV_HEADS, DIM + 1, DIM)
+            extra |= {"scale": torch.ones(KV_HEADS, DIM), "shift": torch.zeros(KV_HEADS, DIM)}
+
+        def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, rule=rule, extra=extra) -> Tensor:  # type: ignore[no-untyped-def]
+            written = [torch.stack([x, x], 2) if rule.several else x for x in (k, v, beta)]
+            out: Tensor = function(rule.fast)(q, *written, **extra)[0]
+            return out
+
+        f, b = measure(run, tokens, repeats, KV_HEADS)
+        rows.append([name, f"{f:.1f} ms, {f / base[0]:.1f} times delta", f"{b:.1f} ms, {b / base[1]:.1f} times delta"])
+    print(f"Every update rule, {tokens} tokens, {HEADS} query and {KV_HEADS} KV heads, two writes where several:\n")
+    print_table(["rule", "forward", "forward + backward"], rows)
+
+
+def peaks(lengths: list[int]) -> None:
+    """Peak memory of forward + backward, each length in a process of its own."""
+    base = float(in_own_process(__file__, "--peak", "64"))
+    rows = []
+    for tokens in lengths:
+        more = float(in_own_process(__file__, "--peak", str(tokens))) - base
+        rows.append([str(tokens), f"{more:.0f} MiB", f"{1024 * more / tokens:.0f} KiB a token"])
+    print("Peak memory of forward + backward, above that of a process that does 64 tokens:\n")
+    print_table(["tokens", "more", "a token"], rows)
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--tokens", default="2048,16384", help="lengths, with commas between")
+    parser.add_argument("--peak", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| tokens | ours: forward | forward + backward | transformers: forward | forward + backward |")
-    print("|---|---|---|---|---|")
-    found = {}
-    for tokens in (2048, 8192):
-        found[tokens] = measure(ours, tokens, repeats), measure(transformers_chunk, tokens, max(1, repeats // 2))
-        (a, b), (c, d) = found[tokens]
-        rival = f"{c:.1f} ms, {c / a:.1f} times ours | {d:.1f} ms, {d / b:.1f} times ours"
-        print(f"| {tokens} | {a:.1f} ms | {b:.1f} ms | {rival} |")
-    growth = found[8192][0][1] / found[2048][0][1]
-    print(f"\nForward + backward at 8,192 tokens costs {growth:.2f} times that at 2,048 (linear would be 4).")
+    if options.peak:
+        ours(*inputs(options.peak)).sum().backward()
+        print(peak_mib())
+        return
+    lengths = [int(part) for part in options.tokens.split(",")]
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread, C = {CHUNK}.\n")
+    compare(lengths, options.repeats)
+    grouped(lengths, options.repeats)
+    peak_share(lengths, options.repeats)
+    every_rule(lengths[0], options.repeats)
+    peaks(lengths)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import OPTConfig, OPTForCausalLM
 
 from fednl.client import Bench, ClientProblem
 from fednl.errors import BackboneError, CheckpointError, MessageError, NonFiniteError
@@ -53,6 +53,27 @@ def test_batches_of_one_give_each_example_once_a_pass_and_another_purpose_anothe
     assert [len(batch) for batch in drawn("train", 3)] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("keys", ["token", "context"])
+def test_training_over_a_kept_prefix_gives_the_same_losses(backbone: Path, keys: str) -> None:
+    """Two rounds of a client and a validation, with a change of setup between; rounding is all that differs."""
+    losses: dict[str, list[float]] = {}
+    for cache in ("off", "memory"):
+        bench = Bench(settings(backbone, memory={"keys": keys, "address-layer": 0}, prefix={"cache": cache}))
+        endpoint, state = bench.endpoint("federated"), {}
+        message = Message(bench.start("memory"), round=1, client="passkey")
+        found = losses[cache] = []
+        for number in (1, 2):
+            reply, state = endpoint("passkey", replace(message, round=number), state, lambda facts: None)
+            message = Message(reply.params, round=number, client="passkey")
+            found += [reply.metrics["loss_first"], reply.metrics["loss_last"]]
+            found.append(bench.validate("federated", "passkey", reply.params)[0])
+            bench.mount("window")
+    assert losses["memory"] == pytest.approx(losses["off"], rel=1e-5)
+    assert bench._prefix is None and bench._kept is not None and len(bench._kept) >= 6
+    bench.mount("memory")
+    assert bench._prefix is not None and bench._prefix.kept is bench._kept
+
+
 def test_a_setup_that_failed_to_mount_is_not_taken_for_mounted(backbone: Path) -> None:
     bench = Bench(settings(backbone, memory={"start": "public"}))
     with torch.no_grad():
@@ -67,11 +88,12 @@ def test_a_setup_that_failed_to_mount_is_not_taken_for_mounted(backbone: Path) -
 
 def test_a_backbone_that_is_not_recognised_is_named_with_its_key(tmp_path: Path, backbone: Path) -> None:
     tokenizer = byte_tokenizer()
-    size = {"vocab_size": len(tokenizer), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    folder = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=1)).save_pretrained(folder)
+    size = {"vocab_size": len(tokenizer), "hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16}
+    folder = tmp_path / "opt"
+    config = OPTConfig(**size, num_hidden_layers=1, num_attention_heads=2, bos_token_id=1, eos_token_id=1)
+    OPTForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with pytest.raises(BackboneError, match=rf'^backbone\.id = "{folder}": .*gpt2.* use one of: llama'):
+    with pytest.raises(BackboneError, match=rf'^backbone\.id = "{folder}": .*opt.* use one of: llama'):
         train(settings(backbone).with_overrides([f"backbone.id={folder}"]), tmp_path / "run")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
 from fednl.memory import MemoryCache, MemoryConfig
 from fednl.memory.centre import centre
+from fednl.memory.prefix import Kept, PrefixCache
 from fednl.memory.rules_file import (
     assign,
     backbone_identity,
@@ -124,7 +126,7 @@ class ClientProblem:
         live = self._bench.put(params)
         with torch.enable_grad():
             try:
-                loss = answer_nats(self._bench.model, batch)
+                loss = self._bench.nats(batch)
             except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
@@ -170,6 +172,8 @@ class Bench:
         self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
+        self._prefix: PrefixCache | None = None
+        self._kept: Kept | None = None
 
     def train_examples(self, client: str, round: int) -> Sequence[NeedleExample]:
         """A client's training examples in a round; the pooled learner's are everybody's."""
@@ -220,7 +224,16 @@ class Bench:
             if setup == "memory" and not memory.is_absent:
                 self._load_start(memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+        self._prefix = None
+        if setup == "memory" and self.config.prefix.cache != "off":
+            self._prefix = PrefixCache(self.model, self.config.prefix, self._kept)
+            self._kept = self._prefix.kept
         self._setup = setup
+
+    def nats(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """`answer_nats` of the mounted model; with `prefix.cache`, from the first memory layer on where it can be."""
+        with nullcontext() if self._prefix is None else self._prefix.over(batch):
+            return answer_nats(self.model, batch)
 
     def start(self, setup: Setup) -> Params:
         """The rules a setup begins with, by canonical name; copies."""
@@ -288,7 +301,7 @@ class Bench:
                 batch = self.collated(examples[first : first + size])
                 count = int((batch["labels"] != IGNORED).sum())
                 try:
-                    nats += float(answer_nats(self.model, batch)) * count
+                    nats += float(self.nats(batch)) * count
                 except NonFiniteError:
                     nats = math.nan
                 tokens += count

@@ -25,7 +25,7 @@ from fednl.errors import SettingsError
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
-from fednl.memory.settings import MemoryConfig
+from fednl.memory.settings import MemoryConfig, PrefixSettings
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
 
 
@@ -55,6 +55,7 @@ class Config(BaseModel):
         data: which task, which clients, how many examples.
         tasks: a stream of tasks, one after the other; by default none.
         memory: the memory attached to the backbone.
+        prefix: what is kept of the frozen layers below the memory.
         lora: a low-rank adapter beside it; rank 0 is none.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
@@ -72,6 +73,7 @@ class Config(BaseModel):
     data: DataSettings = Field(default_factory=DataSettings)
     tasks: TasksSettings = Field(default_factory=TasksSettings)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    prefix: PrefixSettings = Field(default_factory=PrefixSettings)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)

@@ -152,6 +152,8 @@ class Progress:
         parts = [f"{state.arm}: " if state.arm else "", f"round {state.round} of {state.rounds}"]
         parts.append(f", {state.clients} clients" if state.clients > 1 else "")
         parts.append(f", loss {state.loss:.3f}" if state.loss is not None else "")
+        epsilon = event.get("metrics", {}).get("epsilon")
+        parts.append(f", epsilon {epsilon:.3g}" if epsilon is not None else "")
         parts.append(f", {duration(event['seconds_s'])}" if "seconds_s" in event else "")
         self._say("".join(parts) + self._left(self._clock()))
 

@@ -55,6 +55,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite",
         {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
     ),
+    "phi3": ("Phi3", {"sliding_window": 64, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
+    "gpt2": (
+        "GPT2",
+        {"num_key_value_heads": 4, "n_inner": 48, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
 }
 """Family -> the prefix of its classes, and what its config says beside `SHAPE`."""
 
@@ -68,7 +74,8 @@ def tiny(family: str = "qwen2", seed: int = 0, **changed: Any) -> PreTrainedMode
     prefix, own = FAMILIES[family]
     text = "Text" if family.endswith("_text") else ""
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SHAPE, **own, **changed})
-    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    name = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    model: PreTrainedModel = getattr(transformers, f"{prefix}{name}")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:

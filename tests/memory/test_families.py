@@ -12,7 +12,9 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 from fednl.errors import BackboneError
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, load_rules, rules, save_rules
 from fednl.memory.centre import centre
-from fednl.memory.sites import FAMILIES as SUPPORTED
+from fednl.memory.families import FAMILIES as SUPPORTED
+from fednl.memory.families import attentions
+from fednl.memory.sites import find_decoder
 from fednl.models.lora import attach_lora, detach_lora, lora_params
 from fednl.models.settings import LoraSettings
 from memory.models import CROSSED, FAMILIES, remember, tiny, tokens, with_memory
@@ -31,16 +33,27 @@ def narrow(family: str) -> PreTrainedModel:
 def turn(x: torch.Tensor, embedding: Any, position: int) -> torch.Tensor:
     """One head's vector, rotated to a position."""
     cos, sin = (t[0, 0] for t in embedding(x, torch.tensor([[position]])))
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[half:], x[:half]]) * sin
+    half, (x, rest) = len(cos) // 2, x.split([len(cos), len(x) - len(cos)])
+    return torch.cat([x * cos + torch.cat([-x[half:], x[:half]]) * sin, rest])
 
 
 def plain_attention(model: Any, layer: int, hidden: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
     """What an attention layer gives under window and re-based sinks, one query and one key at a time."""
-    attention, config = model.model.layers[layer].self_attn, model.config
-    family, size, tokens_given = config.model_type, attention.head_dim, hidden.shape[0]
+    decoder: Any = find_decoder(model)
+    attention: Any = attentions(decoder)[layer]
+    config, tokens_given = model.config, hidden.shape[0]
+    family, heads = config.model_type, config.num_attention_heads
+    size = getattr(attention, "head_dim", config.hidden_size // heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     parts: dict[str, torch.Tensor] = {}
-    for name in "qkv":
+    if family in ("phi3", "gpt2"):
+        fused = getattr(attention, {"phi3": "qkv_proj", "gpt2": "c_attn"}[family])(hidden).split(size, -1)
+        cuts = {"q": (0, heads), "k": (heads, heads + kv_heads), "v": (heads + kv_heads, heads + 2 * kv_heads)}
+        parts = {name: torch.stack(fused[a:b], 1) for name, (a, b) in cuts.items()}
+    if family == "gpt_neox":
+        fused = attention.query_key_value(hidden).split(size, -1)
+        parts = {name: torch.stack(fused[first::3], 1) for first, name in enumerate("qkv")}
+    for name in "qkv" if not parts else "":
         x = getattr(attention, f"{name}_proj")(hidden)
         if name != "v" and family == "olmo2":  # over all heads at once
             x = getattr(attention, f"{name}_norm")(x)
@@ -48,19 +61,21 @@ def plain_attention(model: Any, layer: int, hidden: torch.Tensor, window: int, s
         if name != "v" and family in ("qwen3", "gemma3_text"):  # over each head
             x = getattr(attention, f"{name}_norm")(x)
         parts[name] = x
-    embedding: Any = model.model.rotary_emb
+    embedding: Any = getattr(decoder, "rotary_emb", None)
+    if family == "gpt2":
+        embedding = lambda x, position: (torch.ones(1, 1, size), torch.zeros(1, 1, size))  # noqa: E731
     if family == "gemma3_text":
         kind = config.layer_types[layer]
-        embedding = lambda x, position: model.model.rotary_emb(x, position, layer_type=kind)  # noqa: E731
+        embedding = lambda x, position: decoder.rotary_emb(x, position, layer_type=kind)  # noqa: E731
     if family == "smollm3" and not config.no_rope_layers[layer]:
         embedding = lambda x, position: (torch.ones(1, 1, size), torch.zeros(1, 1, size))  # noqa: E731
     scaling = {"granite": 0.2, "gemma2": 5**-0.5, "gemma3_text": 5**-0.5}.get(family, size**-0.5)
-    group = config.num_attention_heads // config.num_key_value_heads
+    group = heads // kv_heads
     rows = []
     for t in range(tokens_given):
         visible = [(j, min(t, sinks + window - 1) - j) for j in range(sinks) if j <= t - window]
         visible += [(j, t - j) for j in range(max(0, t - window + 1), t + 1)]
-        for h in range(config.num_attention_heads):
+        for h in range(heads):
             query, keys = parts["q"][t, h], parts["k"][:, h // group]
             scores = torch.stack([turn(query, embedding, d) @ turn(keys[j], embedding, 0) for j, d in visible])
             scores = scores * scaling
@@ -68,7 +83,7 @@ def plain_attention(model: Any, layer: int, hidden: torch.Tensor, window: int, s
                 scores = 2 * torch.tanh(scores / 2)
             values = torch.stack([parts["v"][j, h // group] for j, _ in visible])
             rows.append(scores.softmax(0) @ values)
-    return attention.o_proj(torch.stack(rows).view(tokens_given, -1))
+    return getattr(attention, SUPPORTED[family].output)(torch.stack(rows).view(tokens_given, -1))
 
 
 def test_the_families_tested_are_those_supported() -> None:
@@ -83,7 +98,9 @@ def test_closed_or_detached_memory_is_the_backbone_bit_for_bit(family: str) -> N
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     model = narrow(family)
-    names, expected = list(model.state_dict()), (model(ids).logits, model(ids, attention_mask=mask).logits)
+    # Bare GPT-2 counts positions from the first slot unless told otherwise, padding or not.
+    told = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if family == "gpt2" else {}
+    names, expected = list(model.state_dict()), (model(ids).logits, model(ids, attention_mask=mask, **told).logits)
     remember(model, window_tokens=0)
     assert not torch.equal(model(ids).logits, expected[0])
     with closed(model):
@@ -113,9 +130,9 @@ def test_a_window_over_the_whole_text_is_the_familys_own_attention(family: str) 
 def test_window_and_sinks_equal_the_plain_loop_in_every_layer(family: str) -> None:
     model, ids = with_memory(family, layers="none", window_tokens=5, sink_tokens=3), tokens(1, 12)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for block in model.model.layers:
-        block.self_attn.register_forward_hook(
-            lambda m, a, kw, out: seen.append((kw["hidden_states"][0], out[0][0])), with_kwargs=True
+    for attention in attentions(find_decoder(model)):
+        attention.register_forward_hook(
+            lambda m, a, kw, out: seen.append(((a or (kw["hidden_states"],))[0][0], out[0][0])), with_kwargs=True
         )
     with torch.no_grad():
         model(ids, use_cache=False)
@@ -176,7 +193,7 @@ def test_lora_goes_beside_memory_and_gradients_reach_both(family: str) -> None:
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     model(ids, labels=ids, use_cache=False).loss.backward()
     trained = {**rules(model), **{n: p for n, p in lora_params(model).items() if n.endswith("lora_B")}}
-    assert len(trained) > 3 * 7
+    assert len(trained) > 3 * 5
     for name, parameter in trained.items():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
     with torch.no_grad():
@@ -207,13 +224,22 @@ def test_checkpointing_recomputes_what_was_computed(family: str) -> None:
 def test_centring_takes_the_mean_out_of_what_the_memory_sees(family: str) -> None:
     model, ids = attach_memory(tiny(family), MemoryConfig(layers="1", keys="token", feature="linear")), tokens(2, 16)
     centre(model, ids)
-    memory, seen = model.model.layers[1].self_attn.memory, []
+    memory, seen = attentions(find_decoder(model))[1].memory, []
     memory.register_forward_pre_hook(lambda m, args: seen.append(args[2:4]))
     with torch.no_grad(), closed(model):
         model(ids, use_cache=True)
         for name, part in zip("qk", seen[0], strict=True):
             shifted = part + getattr(memory.projection, f"{name}_shift")
             torch.testing.assert_close(shifted.mean((0, 1)), torch.zeros(part.shape[-1]), atol=1e-5, rtol=0)
+
+
+def test_a_text_longer_than_the_learned_positions_is_refused() -> None:
+    model = remember(tiny("gpt2", max_position_embeddings=24), window_tokens=8)
+    cache = MemoryCache(model)
+    model(tokens(1, 20), cache=cache)
+    with pytest.raises(BackboneError, match="reaches 25 tokens, but this backbone has position embeddings for 24"):
+        model(tokens(1, 5), cache=cache)
+    assert cache.get_seq_length() == 20 and model(tokens(1, 4), cache=cache).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", SLIDING)

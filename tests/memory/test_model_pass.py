@@ -112,7 +112,7 @@ def test_threads_share_a_model() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_under_checkpointing_no_cache_is_made_and_none_is_taken(family: str) -> None:
+def test_d22_under_checkpointing_no_cache_is_made_and_none_is_taken(family: str) -> None:
     model, ids = with_memory(family), tokens(2, 24)
     cache = MemoryCache(model)
     model.train().activation_checkpointing_enable()
@@ -171,8 +171,13 @@ def test_what_a_pass_cannot_do_is_refused_in_one_sentence() -> None:
         model(ids, attention_mask={"full_attention": None})
     with pytest.raises(BackboneError, match="output_attentions"):
         model(ids, output_attentions=True)
-    with pytest.raises(BackboneError, match="one document a row"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    for cached in ({"use_cache": True}, {"cache": MemoryCache(model)}):
+        for told in ({"position_ids": packed}, {"doc_ids": torch.tensor([[5, 5, 5, 5, 2, 2, 2, 2]])}):
+            with pytest.raises(BackboneError, match="one document a row"):
+                model(ids, **told, **cached)
+    with pytest.raises(BackboneError, match=r"doc_ids must be integers of shape \[1, 8\] as the input, not \[1, 7\]"):
+        model(ids, doc_ids=packed[:, 1:])
     padded = torch.tensor([[1, 1, 1, 0, 1, 2, 3, 4]])
     model(ids, position_ids=padded, attention_mask=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
 

@@ -206,6 +206,28 @@ def test_several_runs_are_compared_first(tmp_path: Path) -> None:
     assert "None of the runs is measured yet" in report([empty.path, empty.path])
 
 
+def test_runs_that_differ_in_their_seed_are_put_together(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(3):
+        run = make_run(tmp_path / f"seed-{seed}")
+        run.write_json("config.json", {**CONFIG, "run": {"seed": seed}})
+        rows = [{**row, "seed": seed} for row in rows_at(320)]
+        for row in rows:
+            if row["metric"] == "difference":
+                row["value"] += 0.01 * seed
+        run.write_json("results/needles.json", {"rows": rows})
+        runs.append(run.path)
+    text = " ".join(report(runs).split())
+    assert "## needles: seeds of one setting (seed-0, seed-1, seed-2)" in text
+    # Mean 0.42, spread 0.01, three seeds: 4.3027 * 0.01 / sqrt 3 = 0.0248.
+    line = "| +41.0 (0), +42.0 (1), +43.0 (2) | +42.0 pp [+39.5, +44.5] | better |"
+    assert line in text
+    assert "no claim: fewer than 3 seeds" in report(runs[:2])
+    other = make_run(tmp_path / "other")
+    other.write_json("config.json", {**CONFIG, "training": {"rounds": 9}})
+    assert "nothing here says that a method is better" in report([runs[0], other.path])
+
+
 def test_lengths_in_one_file_get_a_section_each(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-run")
     run.write_json("results/needles.json", {"rows": rows_at(320) + rows_at(640)})

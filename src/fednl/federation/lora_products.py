@@ -88,12 +88,15 @@ def errors(exact: Params, taken: Params, before: Params) -> dict[str, float]:
         `lora_error`, the norm of `exact - taken` over that of `exact`, and `lora_error_of_update`, over that of
         `exact - before`, which is what the round changed. One whose denominator is 0 is absent, and both without sites.
     """
-    sites = [site for site in pairs(exact) if site + _A in taken and site + _B in taken]
-    missed = _norm((_pair(exact, site), _pair(taken, site)) for site in sites)
-    whole = _norm((_pair(exact, site), None) for site in sites)
-    moved = _norm((_pair(exact, site), _pair(before, site)) for site in sites)
-    measured = {"lora_error": (missed, whole), "lora_error_of_update": (missed, moved)}
-    return {name: part / of for name, (part, of) in measured.items() if of > 0}
+    missed = moved = whole = 0.0
+    for site in pairs(exact):
+        if site + _A in taken and site + _B in taken:
+            product, new, old = _in_one_basis([_pair(params, site) for params in (exact, taken, before)])
+            whole += float(product.square().sum())
+            missed += float((product - new).square().sum())
+            moved += float((product - old).square().sum())
+    measured = {"lora_error": whole, "lora_error_of_update": moved}
+    return {name: (missed / of) ** 0.5 for name, of in measured.items() if of > 0}
 
 
 def truncated(left: Tensor, right: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,12 +145,14 @@ def _within(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return (left @ right, identity) if inputs <= outputs else (identity, left @ right)
 
 
-def _norm(products: Iterable[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]]) -> float:
-    """The norm of differences of products, through triangular factors, as squared sums would cancel."""
-    total = 0.0
-    for one, other in products:
-        left, right = one if other is None else _beside(one, (-other[0], other[1]))
-        left, right = _within(left, right)
-        cores = (torch.linalg.qr(part, mode="r").R for part in (left, right.T))
-        total += float((next(cores) @ next(cores).T).square().sum())
-    return float(total**0.5)
+def _in_one_basis(factors: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The products turned into one small basis, in which norms and differences are those of the products themselves.
+
+    Squared sums over Gram matrices would be as small, but lose half of the digits where products nearly agree.
+    """
+    widths = [len(right) for _, right in factors]
+    cores = [
+        torch.linalg.qr(part, mode="r").R.split(widths, dim=1)
+        for part in (torch.cat([left for left, _ in factors], 1), torch.cat([right for _, right in factors]).T)
+    ]
+    return [left @ right.T for left, right in zip(*cores, strict=True)]

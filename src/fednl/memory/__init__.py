@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fednl.memory.attach import closed as closed
     from fednl.memory.attach import detach_memory as detach_memory
     from fednl.memory.attach import rules as rules
+    from fednl.memory.attach import train_rules as train_rules
     from fednl.memory.cache import MemoryCache as MemoryCache
     from fednl.memory.operator import delta_rule as delta_rule
     from fednl.memory.operator import delta_rule_reference as delta_rule_reference
@@ -32,6 +33,7 @@ _FILE_OF = {
     "rules": "attach",
     "save_rules": "rules_file",
     "save_state": "state_file",
+    "train_rules": "attach",
 }
 
 

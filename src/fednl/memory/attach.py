@@ -1,7 +1,7 @@
 """Attach memory to a frozen Hugging Face causal model, and take it off again.
 
-One child module per layer (`self_attn.memory`) and hooks on the projections: no backbone parameter is renamed,
-no projection is computed twice, and the backbone's own `o_proj` serves both paths. Everything a forward pass
+One child module per attention layer (`memory`) and hooks on the projections: no backbone parameter is renamed, no
+projection is computed twice, and the backbone's own output projection serves both paths. Everything a forward pass
 needs travels with its keyword arguments, so the model is re-entrant and gradient checkpointing recomputes
 exactly what it computed.
 """
@@ -19,6 +19,7 @@ from torch import nn
 
 from fednl.errors import BackboneError
 from fednl.memory.address import Addresses
+from fednl.memory.families import attentions, device_of, family_of, heads_of, own_window, rotary_kinds
 from fednl.memory.layer import MemoryLayer
 from fednl.memory.layer_hooks import IMPLEMENTATION, Site
 from fednl.memory.model_pass import begin_call, begin_pass, end_call, end_pass
@@ -29,10 +30,7 @@ from fednl.memory.sites import (
     attachment,
     find_decoder,
     freeze,
-    head_width,
     is_attached,
-    own_window,
-    rotary_kinds,
     thaw,
 )
 
@@ -69,18 +67,18 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     backbone: Any = decoder
     _check_window(decoder, config)
     memories, addresses = _memories(decoder, config, seed)
-    source = config.address_number(len(backbone.layers))
+    source = config.address_number(len(attentions(decoder)))
     owner = Attachment(decoder, config, memories, backbone.config._attn_implementation, addresses, source)
     if config.window_tokens:
         model.set_attn_implementation(IMPLEMENTATION)
     freeze(model)
-    for index, block in enumerate(backbone.layers):
+    for index, attention in enumerate(attentions(decoder)):
         if index in owner.layers:
-            block.self_attn.memory = owner.layers[index]
-        if index == owner.address_layer:
-            block.self_attn.addresses = addresses
+            attention.memory = owner.layers[index]
+        if addresses is not None and index == owner.address_layer:
+            attention.addresses = addresses
         if index in owner.layers or index == owner.address_layer or config.window_tokens:
-            owner.handles.append(Site(block.self_attn, index, owner))
+            owner.handles.append(Site(attention, index, owner))
     names = tuple(inspect.signature(decoder.forward).parameters)
     owner.handles.append(decoder.register_forward_pre_hook(partial(begin_pass, owner, names), with_kwargs=True))
     owner.handles.append(decoder.register_forward_hook(partial(end_pass, owner), with_kwargs=True, always_call=True))
@@ -138,20 +136,35 @@ def rules(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return found
 
 
+def train_rules(model: nn.Module, train: bool = True) -> None:
+    """Says whether the rules are to train; needed after PEFT's `get_peft_model`, which freezes what it does not know.
+
+    Args:
+        model: a model with memory attached, or PEFT's wrapper around it.
+        train: False leaves the rules as they are, frozen, beside another adapter that trains.
+
+    Raises:
+        BackboneError: no memory is attached.
+    """
+    owner = attachment(model)
+    owner.left_frozen = not train
+    for rule in owner.parameters():
+        rule.requires_grad_(train)
+
+
 def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict[int, MemoryLayer], Addresses | None]:
     """Fresh rules for every layer that gets a memory, and its addresses, on that layer's device."""
     backbone: Any = decoder
-    settings = backbone.config
-    hidden, kv_heads, head_dim = settings.hidden_size, settings.num_key_value_heads, head_width(settings)
-    shape = (hidden, settings.num_attention_heads, kv_heads, head_dim)
+    sizes, layers = heads_of(backbone.config), attentions(decoder)
     generator = torch.Generator().manual_seed(seed)
-    numbers = config.layer_numbers(len(backbone.layers))
-    devices = [block.self_attn.q_proj.weight.device for block in backbone.layers]
-    memories = {index: MemoryLayer(*shape, config, generator).to(devices[index]) for index in numbers}
-    source = config.address_number(len(backbone.layers))
+    numbers = config.layer_numbers(len(layers))
+    devices = [device_of(attention, family_of(decoder)) for attention in layers]
+    memories = {index: MemoryLayer(*sizes, config, generator).to(devices[index]) for index in numbers}
+    source = config.address_number(len(layers))
     if source is None:
         return memories, None
-    return memories, Addresses(hidden, kv_heads, head_dim, config.address_rank, generator).to(devices[source])
+    addresses = Addresses(sizes.hidden, sizes.kv_heads, sizes.dim, config.address_rank, generator)
+    return memories, addresses.to(devices[source])
 
 
 def _check_window(decoder: nn.Module, config: MemoryConfig) -> None:
@@ -165,7 +178,7 @@ def _check_window(decoder: nn.Module, config: MemoryConfig) -> None:
                 f"The backbone's rotary embedding ({rope!r}) changes with the length of the text, so that cached keys "
                 "would not fit later queries; use memory.window-tokens = 0."
             )
-    own = [own_window(backbone, block.self_attn) for block in backbone.layers]
+    own = [own_window(decoder, attention) for attention in attentions(decoder)]
     narrowest = min((tokens for tokens in own if tokens), default=config.window_tokens)
     if config.window_tokens > narrowest:
         raise BackboneError(

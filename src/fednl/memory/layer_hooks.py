@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fednl.errors import BackboneError
+from fednl.memory.compiled import uncompiled
+from fednl.memory.families import family_of, heads_of, rotary_kind
 from fednl.memory.finite import note
-from fednl.memory.sites import Attachment, by_token, rotary_kind, sources
+from fednl.memory.sites import Attachment
 from fednl.memory.window import PassContext, window_attention
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "fednl_window"
 CONTEXT, FRAME = "fednl_context", "fednl_frame"
 CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers calls a model's cache argument, the present name first."""
+OLD_CACHE_NAME = "layer_past"
+"""What attention layers of GPT-NeoX call theirs."""
 
 
 @dataclass(eq=False)
@@ -57,9 +62,9 @@ class Site:
         self.attention, self.index, self.owner = attention, index, owner
         self.address_layer = owner.address_layer
         decoder: Any = owner.decoder
-        self.family: str = decoder.config.model_type
+        self.family, self.heads = family_of(decoder), heads_of(decoder.config)
         self.rotary = rotary_kind(decoder, attention)
-        self.names = {name: letter for letter, name in sources(self.family).items()} | {"o_proj": ""}
+        self.names = (*self.family.sources, self.family.output)
         self.bound: dict[str, nn.Module] = {}
         self.handles: dict[str, Any] = {}
         self.outer = [
@@ -77,6 +82,7 @@ class Site:
         if self.index == self.address_layer:
             del self.attention.addresses
 
+    @uncompiled
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -87,7 +93,7 @@ class Site:
                 "call the model."
             )
         self._bind()
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in (*CACHE_NAMES, OLD_CACHE_NAME) if kwargs.get(name) is not None), None)
         hidden = args[0] if args else kwargs["hidden_states"]
         self._check_devices(hidden, cache)
         if self.index == self.address_layer:
@@ -110,6 +116,7 @@ class Site:
                     "model and conversation to one device."
                 )
 
+    @uncompiled
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         frame = kwargs.get(FRAME)
         _CALLS.frames[:] = [other for other in _CALLS.frames if other() not in (None, frame)]
@@ -132,17 +139,19 @@ class Site:
             return
         if name in self.handles:
             self.handles[name].remove()
-        if name == "o_proj":
+        if name == self.family.output:
             self.handles[name] = projection.register_forward_pre_hook(self._mix)
         else:
-            self.handles[name] = projection.register_forward_hook(partial(self._capture, self.names[name]))
+            self.handles[name] = projection.register_forward_hook(partial(self._capture, name))
         self.bound[name] = projection
 
+    @uncompiled
     def _capture(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         frame = self._frame()
         if frame is not None:
-            frame.raw[name] = by_token(output, self.family)
+            frame.raw |= self.family.parts(name, output, self.heads)
 
+    @uncompiled
     def _mix(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         memory, frame = self.owner.layers.get(self.index), self._frame()
         if memory is None or frame is None:
@@ -184,6 +193,7 @@ class Site:
         return queries.to(here), keys.to(here), after.to(here)
 
 
+@uncompiled
 def attend(
     module: nn.Module,
     query: Tensor,

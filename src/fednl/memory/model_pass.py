@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from fednl.errors import BackboneError, NonFiniteError
+from fednl.memory.compiled import uncompiled
+from fednl.memory.families import family_of, last_position, rotaries
 from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
-from fednl.memory.sites import Attachment, rotaries
+from fednl.memory.packed import Packing, find_packing
+from fednl.memory.sites import Attachment, check_trains
 from fednl.memory.window import PassContext, window_context
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 CALL = "fednl_call"
 
 
+@uncompiled
 def begin_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -27,6 +31,7 @@ def begin_call(
     return args, {**kwargs, CALL: []}
 
 
+@uncompiled
 def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """The causal model's last hook: commits the cache, or drops what a failed call left."""
     for context in kwargs.get(CALL, ()):
@@ -36,6 +41,7 @@ def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) 
             _commit(context)
 
 
+@uncompiled
 def begin_pass(
     owner: Attachment, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -55,11 +61,15 @@ def begin_pass(
     device = given[0].device
     if batch == 0 or tokens == 0:
         raise BackboneError(f"The input has {batch} rows of {tokens} tokens; memory needs at least one of each.")
+    check_trains(owner)
+    packing = _documents(kwargs, batch, tokens, device)
+    if packing is not None:
+        kwargs = packing.unpack(kwargs)
+        batch, tokens = packing.source.shape
     cache = _own_cache(owner, kwargs, names)
     past = 0 if cache is None else cache.seen_tokens
     keep = _padding(kwargs.get("attention_mask"), batch, tokens, past, device)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
-    _refuse_packed(kwargs.get("position_ids"), real)
     before = torch.zeros(batch, dtype=torch.int64, device=device)
     if cache is not None and cache.counts is not None:
         before = cache.counts
@@ -70,26 +80,40 @@ def begin_pass(
         if before.shape[0] != batch:
             raise BackboneError(f"The cache holds {before.shape[0]} rows but the input has {batch}.")
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
-    context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call)
+    _check_positions(owner, index)
+    context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call, packing)
+    if owner.given is not None:
+        if cache is not None or packing is not None:
+            raise BackboneError(
+                "A pass that begins above the frozen layers can go on with no conversation and unpack no documents; "
+                "say use_cache = False, or leave the prefix cache out."
+            )
+        context.source = owner.given.source
     if owner.config.window_tokens:
         _put_window(owner, context, kwargs)
     elif cache is not None:
         _whole_mask(kwargs, cache, real)
+    if owner.config.window_tokens or last_position(owner.decoder) is not None:
+        _count_positions(kwargs, index)
     if cache is not None:
         cache.in_pass = True
     kwargs[CONTEXT] = context
     return (), kwargs
 
 
-def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The decoder's last hook: commits the cache, or drops what a failed pass left.
+@uncompiled
+def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """The decoder's last hook: commits the cache, or drops what a failed pass left; packs documents again.
+
+    Returns:
+        The output in the caller's rows, or `None` where it is that already.
 
     Raises:
         NonFiniteError: a memory was given or gave NaN or infinity.
     """
     context: PassContext | None = kwargs.get(CONTEXT)
     if context is None:
-        return
+        return None
     cache = context.cache
     if cache is not None:
         cache.in_pass = False
@@ -100,14 +124,17 @@ def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, 
         if cache is not None:
             cache.drop_pending()
         raise
+    if context.packing is not None and output is not None:
+        return context.packing.pack(output)
     if cache is None:
-        return
+        return None
     if output is None:
         cache.drop_pending()
     elif context.call is None:
         _commit(context)
     else:
         context.call.append(context)
+    return None
 
 
 def _commit(context: PassContext) -> None:
@@ -122,8 +149,18 @@ def _commit(context: PassContext) -> None:
     cache.commit(context.counts, positions, padded, context.index.shape[1])
 
 
+def _check_positions(owner: Attachment, index: Tensor) -> None:
+    """Raises `BackboneError` where a row is longer than the backbone has position embeddings."""
+    last = last_position(owner.decoder)
+    if last is not None and int(index.max()) >= last:
+        raise BackboneError(
+            f"A row reaches {int(index.max()) + 1} tokens, but this backbone has position embeddings for {last} only; "
+            "use a backbone with rotary embeddings for longer conversations."
+        )
+
+
 def _put_window(owner: Attachment, context: PassContext, kwargs: dict[str, Any]) -> None:
-    """Prepares the window, and counts positions by a row's real tokens unless the caller has counted."""
+    """Prepares the window."""
     decoder: Any = owner.decoder
     wanted = kwargs.get("output_attentions")
     if decoder.config.output_attentions if wanted is None else wanted:
@@ -134,10 +171,14 @@ def _put_window(owner: Attachment, context: PassContext, kwargs: dict[str, Any])
         owner.config.window_tokens,
         owner.config.sink_tokens,
         rotaries(decoder),
-        decoder.embed_tokens.weight if embeds is None else embeds,
+        decoder.get_input_embeddings().weight if embeds is None else embeds,
     )
+
+
+def _count_positions(kwargs: dict[str, Any], index: Tensor) -> None:
+    """Counts positions by a row's real tokens, unless the caller has counted."""
     if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = context.index.clamp(min=0)
+        kwargs["position_ids"] = index.clamp(min=0)
 
 
 def _whole_mask(kwargs: dict[str, Any], cache: MemoryCache, real: Tensor) -> None:
@@ -184,7 +225,7 @@ def _own_cache(owner: Attachment, kwargs: dict[str, Any], names: tuple[str, ...]
 
 def _runs_again(owner: Attachment) -> bool:
     """True if gradient checkpointing will run this pass's layers a second time."""
-    blocks: Any = owner.decoder.layers
+    blocks = getattr(owner.decoder, family_of(owner.decoder).blocks)
     return torch.is_grad_enabled() and any(
         block.training and getattr(block, "gradient_checkpointing", False) for block in blocks
     )
@@ -210,10 +251,23 @@ def _padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device
     return None if bool(keep.all()) else keep
 
 
-def _refuse_packed(positions: Tensor | None, real: Tensor) -> None:
-    """Raises `BackboneError` where positions start again inside a row: its documents would see each other."""
-    if positions is None or real.shape[1] == 1:
-        return
-    restarts = (positions[..., 1:] <= positions[..., :-1]) & real[:, 1:] & real[:, :-1]
-    if bool(restarts.any()):
-        raise BackboneError("position_ids start again inside a row; memory needs one document a row, not packed ones.")
+def _documents(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.device) -> Packing | None:
+    """Takes `doc_ids` out of the arguments, and finds where the rows' documents are if they have several.
+
+    Raises:
+        BackboneError: they have, and a cache is given or asked for.
+    """
+    doc_ids, positions = kwargs.pop("doc_ids", None), kwargs.get("position_ids")
+    if doc_ids is None and positions is None:
+        return None
+    given = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    past = given.get_seq_length() if isinstance(given, Cache) else 0
+    keep = _padding(kwargs.get("attention_mask"), batch, tokens, past, device)
+    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
+    packing = find_packing(doc_ids, positions, real)
+    if packing is not None and (given is not None or kwargs.get("use_cache")):
+        raise BackboneError(
+            "doc_ids, or position_ids that start again, put several documents into one row, which can be no "
+            "conversation; leave the cache out and say use_cache = False, or give one document a row."
+        )
+    return packing

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
 from fednl.memory.attach import attach_memory, detach_memory, rules
+from fednl.memory.families import heads_of
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.sites import attachment, find_decoder, is_attached, is_recurrent
 from fednl.runs import write_atomic
@@ -50,9 +51,7 @@ def backbone_identity(model: nn.Module) -> dict[str, Any]:
         "family": config.model_type,
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,
-        **(
-            {} if is_recurrent(model) else {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-        ),
+        **({} if is_recurrent(model) else {"heads": heads_of(config).heads, "kv_heads": heads_of(config).kv_heads}),
         "vocabulary": config.vocab_size,
         "fingerprint": hashlib.sha256(rows.view(torch.int16).numpy().tobytes()).hexdigest()[:16],
     }

@@ -1,4 +1,4 @@
-"""The `[memory]` section: what memory is attached to the backbone. Imports no torch."""
+"""The `[memory]` and `[prefix]` sections: what is attached, and what is kept of the backbone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,35 @@ DECAYING_CHUNK_TOKENS = 128
 
 def _kebab(name: str) -> str:
     return name.replace("_", "-")
+
+
+STRICT = ConfigDict(
+    frozen=True,
+    strict=True,
+    extra="forbid",
+    alias_generator=_kebab,
+    validate_by_name=True,
+    validate_by_alias=True,
+)
+
+
+class PrefixSettings(BaseModel):
+    """Whether what the frozen layers below the first memory make of an example is kept over steps and rounds.
+
+    Args:
+        cache: `"off"`, `"memory"` or `"disk"` (a temporary folder, readable by its owner only, that goes with the run).
+            It changes speed, and losses by rounding only: the same products come in batches of other sizes.
+        limit_mb: how much a process keeps at most, in MB of 10^6 bytes; examples beyond that are computed every time.
+        dtype: `"float32"` keeps activations as they were computed, `"bfloat16"` in half of that, rounded.
+
+    Source: ours (decision 0012).
+    """
+
+    model_config = STRICT
+
+    cache: Literal["off", "memory", "disk"] = "off"
+    limit_mb: int = Field(default=2000, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class MemoryConfig(BaseModel):
@@ -58,14 +87,7 @@ class MemoryConfig(BaseModel):
     Source: design of this library; the paper states neither window, nor gate, nor rank.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=_kebab,
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
+    model_config = STRICT
 
     layers: str = "last:15"
     rule: str = "delta"

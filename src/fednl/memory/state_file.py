@@ -19,8 +19,9 @@ from torch import Tensor
 from fednl.errors import CheckpointError, SettingsError
 from fednl.memory.attach import rules
 from fednl.memory.cache import LayerTensors, MemoryCache
+from fednl.memory.families import attentions, device_of, family_of, heads_of
 from fednl.memory.rules_file import backbone_identity, check_backbone, check_settings, memory_settings
-from fednl.memory.sites import Attachment, attachment, head_width
+from fednl.memory.sites import Attachment, attachment
 from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
@@ -113,15 +114,15 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
     expected = _expected(owner, tensors, seen, folder)
     _check_tensors(tensors, expected, folder)
     cache = MemoryCache(model)
-    blocks: Any = owner.decoder.layers
-    for index, layer in enumerate(cache.layers):
-        device, start = blocks[index].self_attn.q_proj.weight.device, f"layers.{index}."
+    family = family_of(owner.decoder)
+    for index, (layer, attention) in enumerate(zip(cache.layers, attentions(owner.decoder), strict=True)):
+        device, start = device_of(attention, family), f"layers.{index}."
         mine = {name: t.to(device) for name, t in tensors.items() if name.startswith(start)}
         if mine:
             layer.set(LayerTensors(**{name.removeprefix(start): t for name, t in mine.items()}))
     if seen:
         decoder: Any = owner.decoder
-        device = decoder.embed_tokens.weight.device
+        device = decoder.get_input_embeddings().weight.device
         cache.counts, cache.positions = tensors["counts"].to(device), tensors["positions"].to(device)
     cache.seen_tokens, cache.has_padding = seen, padded
     return cache
@@ -146,7 +147,7 @@ def _tensors(cache: MemoryCache) -> dict[str, Tensor]:
 
 def _dtype(owner: Attachment) -> str:
     decoder: Any = owner.decoder
-    return _name(decoder.embed_tokens.weight.dtype)
+    return _name(decoder.get_input_embeddings().weight.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -235,9 +236,7 @@ def _expected(
         raise CheckpointError(f"The memory state in {folder} lacks counts [batch] or positions [batch, slots].")
     config, decoder = owner.config, owner.decoder
     backbone: Any = decoder
-    settings = backbone.config
-    heads = settings.num_key_value_heads
-    size = head_width(settings)
+    _, _, heads, size = heads_of(backbone.config)
     batch, window = rows.shape[0], config.window_tokens
     slots = min(window, seen) if window else seen
     rule, found = config.update_rule, {"counts": ([batch], "int64"), "positions": ([batch, slots], "int64")}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fednl.memory.cache import MemoryCache
+    from fednl.memory.packed import Packing
 
 BLOCK_TOKENS = 256
 """Queries are attended in blocks of this many when a pass is longer than two blocks."""
@@ -37,6 +38,7 @@ class PassContext:
         counts: `[batch]` int64, real tokens of each row after this pass.
         gate_scale: multiplies every gate; as it was when the pass began.
         call: where the pass is left for the call around it to commit; `None` if there is none.
+        packing: where the caller had several documents in a row, or `None`; here they have a row each.
         sums: by layer, what `fednl.memory.finite` looks at when the pass ends.
     """
 
@@ -46,6 +48,7 @@ class PassContext:
     counts: Tensor
     gate_scale: float = 1.0
     call: list[PassContext] | None = None
+    packing: Packing | None = None
     window: WindowContext | None = None
     source: Tensor | None = None
     sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -251,9 +254,15 @@ def window_attention(
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies a rotary embedding (half-split layout) to `x [batch, heads, tokens, head_dim]`."""
+    """Applies a rotary embedding (half-split layout) to `x [batch, heads, tokens, head_dim]`.
+
+    An embedding narrower than a head turns the head's first numbers only.
+    """
     cos, sin = (part.unsqueeze(1) for part in rotation)
-    half = x.shape[-1] // 2
+    half = cos.shape[-1] // 2
+    if cos.shape[-1] < x.shape[-1]:
+        turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+        return torch.cat([rotate(turned, rotation), kept], -1)
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,12 @@ from fednl.seeding import torch_rng
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),  # Phi-3
+    *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX
+    *("c_attn", "c_proj", "c_fc"),  # GPT-2
+)
 LEFT_ALONE = ("lm_head", "embed_tokens", "embed_out", "wte")
 _ATTRIBUTE = "_fednl_lora"
 _PEFT_NAME = "default"
@@ -82,6 +88,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> Pr
         target_modules="|".join(re.escape(name) for name in full_names),
         lora_dropout=0.0,
         bias="none",
+        fan_in_fan_out=any(_is_conv1d(getattr(*site)) for site in sites.values()),
     )
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(config, model, _PEFT_NAME)
@@ -188,15 +195,15 @@ def _find_sites(model: nn.Module, targets: str) -> tuple[dict[str, tuple[nn.Modu
             f"choose among {', '.join(ALL_LINEAR)}."
         )
     sites: dict[str, tuple[nn.Module, str]] = {}
-    full_names, available = [], set()
-    for index, full_name, parent, attribute in _projections(model):
-        available.add(attribute)
+    found = list(_projections(model))
+    full_names, available = [], {path[-1] for _, _, _, path in found}
+    times = Counter((index, path[-1]) for index, _, _, path in found)
+    for index, full_name, parent, path in found:
+        attribute = path[-1]
         if attribute not in wanted:
             continue
-        name = f"layers.{index}.{attribute}"
-        if name in sites:
-            raise BackboneError(f"{attribute} is more than once in layer {index}; LoRA has no name for it.")
-        sites[name] = (parent, attribute)
+        # GPT-2 has a c_proj in its attention and one in its MLP; such names need the path to them.
+        sites[f"layers.{index}.{attribute if times[index, attribute] == 1 else '.'.join(path)}"] = (parent, attribute)
         full_names.append(full_name)
     unknown = [name for name in wanted if name not in available]
     if not sites or (unknown and targets != "all-linear"):
@@ -207,16 +214,24 @@ def _find_sites(model: nn.Module, targets: str) -> tuple[dict[str, tuple[nn.Modu
     return sites, full_names
 
 
-def _projections(model: nn.Module) -> Iterator[tuple[int, str, nn.Module, str]]:
-    """Yields (layer, full name, parent, attribute) of every linear map in the blocks but the memory's."""
+def _projections(model: nn.Module) -> Iterator[tuple[int, str, nn.Module, list[str]]]:
+    """Yields (layer, full name, parent, path in the block) of every linear map in the blocks but the memory's."""
     for prefix, module in model.named_modules():
-        blocks = getattr(module, "layers", None)
-        if not isinstance(blocks, nn.ModuleList):
-            continue
-        for index, block in enumerate(blocks):
-            for name, inner in block.named_modules():
-                path = name.split(".")
-                if isinstance(inner, nn.Linear) and "memory" not in path:
-                    full = ".".join(filter(None, (prefix, "layers", str(index), name)))
-                    yield index, full, block.get_submodule(".".join(path[:-1])), path[-1]
-        return
+        for list_name in ("layers", "h"):
+            blocks = getattr(module, list_name, None)
+            if not isinstance(blocks, nn.ModuleList):
+                continue
+            for index, block in enumerate(blocks):
+                for name, inner in block.named_modules():
+                    path = name.split(".")
+                    if (isinstance(inner, nn.Linear) or _is_conv1d(inner)) and "memory" not in path:
+                        full = ".".join(filter(None, (prefix, list_name, str(index), name)))
+                        yield index, full, block.get_submodule(".".join(path[:-1])), path
+            return
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """True for GPT-2's linear maps, whose weights stand the other way round."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)

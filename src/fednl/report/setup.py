@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fednl.errors import CheckpointError
 from fednl.evaluation.settings import ARMS
+from fednl.report.exchange import exchange_lines, exchange_notes
 from fednl.report.stream import one_task_line
 from fednl.report.words import escape, markdown_table, megabytes, number, where
 from fednl.runs import Run
@@ -32,6 +33,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
         f"Memory: {_memory(_section(config, 'memory'))}",
         f"Data: {_data(_section(config, 'data'), facts)}",
         f"Training: {_training(config)}",
+        *exchange_lines(config),
         *one_task_line(config),
         f"Made with: {_software(environment)}",
     ]
@@ -102,6 +104,7 @@ def training_lines(run: Run) -> list[str]:
         if rounds:
             body.append(_arm_line(escape(arm), rounds, planned))
             notes += _left_out(escape(arm), rounds) + _lora_error(escape(arm), rounds)
+            notes += exchange_notes(escape(arm), rounds)
         if rounds and isinstance(last, int) and len(rounds) < last:
             notes.append(f"{last - len(rounds)} of {last} rounds of {escape(arm)} are missing in rounds.jsonl.")
         if isinstance(planned, int) and isinstance(last, int) and last < planned:

@@ -12,6 +12,7 @@ from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.needles import MACRO, METRICS, Row, leaks
 from fednl.evaluation.settings import ARMS
 from fednl.report.cohort import cohort_table
+from fednl.report.seeds import seed_lines
 from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
 from fednl.report.stream import NAME as STREAM
 from fednl.report.stream import stream_section
@@ -155,8 +156,9 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
     parts.append(
         "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
         "macro, which counts each client once, and differences: bootstrap within clients). "
-        'They do not cover another training seed. "Better" and "worse" need an interval without 0 and, for '
-        "right or wrong, McNemar's exact p of at most 0.05."
+        'They do not cover another training seed: "better" and "worse" are said of these rules, and need an interval '
+        "without 0 and, for right or wrong, McNemar's exact p of at most 0.05. What is said of a method takes three "
+        "seeds: `fednl report RUN RUN RUN`."
     )
     parts += _shared_lines(rows, run)
     parts += _leak_line(rows)
@@ -283,7 +285,11 @@ def _compared(runs: Sequence[Run]) -> str:
                     )
     head = ["run", "task", "arm", "tokens", "candidates, %", "recall, %", "nats/token", "n", "seed"]
     table = markdown_table(head, body) if body else "None of the runs is measured yet."
-    return f"# {len(runs)} runs, macro averages\n\n{table}"
+    usable = {
+        str(run.path): [(task, _usable(result)) for task, result in _results(run) if isinstance(result, dict)]
+        for run in runs
+    }
+    return "\n\n".join([f"# {len(runs)} runs, macro averages", table, *seed_lines(runs, usable)])
 
 
 def _index(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], Row]:

@@ -1,0 +1,152 @@
+"""How few bytes the clients can share: sets of rules, what a message of each weighs, and what each is worth.
+
+    python benchmarks/compact.py --out runs/compact
+    python benchmarks/compact.py --bytes-only
+
+Trains each set on the needle federation of configs/compact.toml (an ordinary run in its own folder: whatever stopped
+the command, the same command goes on), and weighs a message of each at Llama-3.2-1B's shapes: random numbers in the
+very tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands
+only beside the accuracy of the same set. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from algorithms import cell, is_done, macro, table, told
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fednl
+from fednl.config import Config, load_config
+from fednl.federation.coding import encode
+from fednl.federation.message import Message
+from fednl.federation.params import select
+from fednl.models.adapters import LoraAdapter
+from fednl.models.settings import LoraSettings
+from fednl.runs import Run
+from fednl.training import resume, train
+
+BIASES = ["layers.*.memory.write.bias", "layers.*.memory.gate.bias"]
+CODINGS = ("float32", "float16", "bfloat16", "int8-deltas")
+LAYERS = "8-12"
+"""The same depth, and a third of the layers, as layers 14 to 23 of SmolLM2's 30."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A set of rules: what is shared of SmolLM2's, and the same of Llama-3.2-1B's."""
+
+    small: list[str]
+    large: list[str]
+
+
+SETS = {
+    "theta": Rules(["theta"], ["theta"]),
+    "memory": Rules(["memory"], ["memory"]),
+    "write": Rules(["write"], ["write"]),
+    "compact": Rules(
+        [*BIASES, "layers.1[68].memory.write.weight"],
+        [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
+    ),
+    "biases": Rules(BIASES, BIASES),
+}
+
+
+def shapes(adapter: str) -> dict[str, Tensor]:
+    """The trainable tensors of Llama-3.2-1B by canonical name, without memory behind them."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
+    if adapter == "memory":
+        fednl.attach_memory(model, fednl.MemoryConfig(layers=LAYERS))
+        return dict(fednl.rules(model))
+    lora = LoraAdapter()
+    lora.attach(model, LoraSettings(rank=16), 0)
+    return dict(lora.parameters())
+
+
+def payload(tensors: Mapping[str, Tensor], names: Iterable[str], coding: str) -> Message:
+    """A client's message with random numbers, as it is on the wire."""
+    rng = torch.Generator().manual_seed(0)
+    rules = {name: 1e-2 * torch.randn(tensors[name].shape, generator=rng) for name in names}
+    metrics = dict.fromkeys(("loss", "loss_first", "loss_last", "steps", "seconds_s"), 0.123456789012345)
+    message = Message(rules, num_examples=750, metrics=metrics, round=8, client="name-date", run="compact")
+    start = {name: torch.zeros_like(value) for name, value in rules.items()}
+    return encode(message, coding, start, {})[0]
+
+
+def weigh() -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, int]]:
+    """By set and coding the bytes of a message and of its container; by set how many numbers."""
+    memory, lora = shapes("memory"), shapes("lora")
+    chosen = {"LoRA r16": (lora, sorted(lora))}
+    chosen |= {name: (memory, select(memory, rules.large)) for name, rules in SETS.items()}
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, (tensors, names) in chosen.items():
+        made = {coding: payload(tensors, names, coding) for coding in CODINGS}
+        sizes[name] = {coding: (one.size_bytes, one.size_bytes - one.tensor_bytes) for coding, one in made.items()}
+    return sizes, {name: sum(tensors[one].numel() for one in names) for name, (tensors, names) in chosen.items()}
+
+
+def config_of(name: str, given: list[str]) -> Config:
+    """The settings of one set's run; LoRA's is an arm of its own beside the largest set."""
+    arms = ["window-only", "federated", *(["federated-lora"] if name == "theta" else [])]
+    sets = [f"federation.shared={json.dumps(SETS[name].small)}", f"evaluation.arms={json.dumps(arms)}"]
+    return load_config("configs/compact.toml", [*sets, "lora.targets=all-linear", *given])
+
+
+def run_of(name: str, out: Path, given: list[str]) -> Run:
+    """The run of one set: made, gone on with, or as it is."""
+    config, folder = config_of(name, given), out / name
+    if not (folder / "config.json").exists():
+        return train(config, folder, told(folder))
+    return run if is_done(run := Run.open(folder), config) else resume(folder, told(folder))
+
+
+def main() -> None:
+    """Trains what is missing, then prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/compact"), help="where the runs are kept")
+    parser.add_argument("--bytes-only", action="store_true", help="weigh the messages, train nothing, give no ratio")
+    parser.add_argument("--only", default=",".join(SETS), help="sets to train")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    accuracy: dict[str, list[str]] = {}
+    for name in [] if args.bytes_only else args.only.split(","):
+        run = run_of(name, args.out, args.set)
+        arms = {name: "federated", **({"LoRA r16": "federated-lora"} if name == "theta" else {})}
+        for row, arm in arms.items():
+            found = macro(run, arm, "candidates")
+            accuracy[row] = [cell(found, 100, ".1f"), str(found["n"])]
+    sizes, numbers = weigh()
+    body = []
+    for name, by_coding in sizes.items():
+        cells = [f"{total:,} ({container:,})" for total, container in by_coding.values()]
+        ratio = sizes["LoRA r16"]["bfloat16"][0] / by_coding["bfloat16"][0]
+        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-", "-"])])
+        body[-1].append(f"{ratio:.0f}" if name in accuracy else "-")
+    heads = ["set", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
+    print(table([*heads, "right of four, %", "n", "LoRA's bytes over its own, bfloat16"], body))
+    print(
+        "\nOne client's message up, at Llama-3.2-1B's shapes; accuracy on SmolLM2-135M, macro over clients, chance 25%."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Runs that differ in their seed only, put together: what may be claimed of a method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fednl.evaluation.needles import Row
+from fednl.evaluation.seeds import LEAST_SEEDS, OverSeeds, over_seeds, same_but_seed
+from fednl.evaluation.settings import ARMS
+from fednl.report.words import escape, markdown_table
+from fednl.runs import Run
+
+
+def seed_lines(runs: Sequence[Run], rows: Mapping[str, Sequence[tuple[str, Sequence[Row]]]]) -> list[str]:
+    """Gives a table over seeds for every group of runs with the same settings; a sentence where there is no such group.
+
+    Args:
+        runs: finished runs, in the order of the report.
+        rows: by the path of a run, its results files as (task, rows).
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if (run.path / "config.json").exists():
+            key = json.dumps(same_but_seed(run.read_json("config.json")), sort_keys=True)
+            groups.setdefault(key, []).append(run)
+    parts = []
+    for group in groups.values():
+        tasks = dict.fromkeys(task for run in group for task, _ in rows[str(run.path)])
+        for task in tasks if len(group) > 1 else ():
+            found = over_seeds([part for run in group for name, part in rows[str(run.path)] if name == task])
+            if found:
+                names = ", ".join(escape(run.path.name) for run in group)
+                parts += [f"## {escape(task)}: seeds of one setting ({names})", _table(found)]
+    if not parts:
+        return [
+            f"No two of these runs differ in their seed only, so nothing here says that a method is better: that takes "
+            f"{LEAST_SEEDS} seeds of each setting."
+        ]
+    return [
+        *parts,
+        f"Macro differences, first arm minus second; in brackets Student's 95% interval over training seeds. "
+        f"A method is called better or worse with {LEAST_SEEDS} or more seeds, and an interval without 0.",
+    ]
+
+
+def _table(found: Sequence[OverSeeds]) -> str:
+    return markdown_table(["comparison", "of", "by seed", "mean", "verdict"], [_line(one) for one in found])
+
+
+def _line(one: OverSeeds) -> list[str]:
+    scale, form, unit = (1.0, "+.2f", "nats/token") if one.of == "nats_per_token" else (100.0, "+.1f", "pp")
+    names = [escape(ARMS.get(arm, arm)) for arm in (one.method, one.baseline)]
+    by_seed = ", ".join(f"{format(scale * value, form)} ({seed})" for seed, value in sorted(one.by_seed.items()))
+    mean = "-"
+    if one.interval is not None:
+        low, high = (format(scale * end, form) for end in (one.interval.low, one.interval.high))
+        mean = f"{format(scale * one.interval.mean, form)} {unit} [{low}, {high}]"
+    return [" minus ".join(names), escape(one.of), by_seed, mean, one.verdict]
