@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import GATE, PROJECTION, WRITE, Bench, forge, start_params
+from federation_toys import GATE, PROJECTION, WRITE, Bench, Regression, forge, start_params
 
-from fednl.errors import SettingsError
+from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, subtract
@@ -364,3 +366,28 @@ def test_g04_clipping_is_of_whole_clients_over_all_shared_rules_together(tmp_pat
     )
     found = with_accounting(toy)
     assert torch.equal(found[PROJECTION], start_params()[PROJECTION])
+
+
+def test_g03_what_is_saved_after_a_private_round_is_what_the_run_has(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, exchange=private(CENTRAL), training=TrainingSettings(rounds=1, local_steps=2))
+    found = with_accounting(toy)
+    saved, _ = read_tensors(tmp_path / "final" / "params.safetensors")
+    assert equal(saved, found)
+    problem = Regression("dan", 7)
+    batch = next(problem.batches("probe", 1))
+    assert float(problem.loss(saved, batch)) == float(problem.loss(found, batch))
+    assert float(problem.loss(saved, batch)) != float(problem.loss(start_params(), batch))
+
+
+def test_g10_a_pickle_in_somebodys_checkpoint_is_never_opened(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, training=TrainingSettings(rounds=1, local_steps=1))
+    toy.run()
+    place = tmp_path / "checkpoints/round-1"
+    trap = b"cos\nsystem\n(S'touch " + str(tmp_path / "opened").encode() + b"'\ntR."
+    (place / "server.safetensors").write_bytes(trap)
+    facts = json.loads((place / "state.json").read_text())
+    facts["files"]["server.safetensors"] = hashlib.sha256(trap).hexdigest()
+    (place / "state.json").write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="damaged"):
+        toy.run()
+    assert not (tmp_path / "opened").exists()
