@@ -78,13 +78,14 @@ def _transformers() -> Operator:
 def _tptt() -> Operator:
     from tptt.modeling_tptt import LinearAttentionOp
 
-    operator = LinearAttentionOp(layer_idx=0, operator_mode="delta_rule", linear_precision=torch.float32)
+    operator = LinearAttentionOp(max_chunk_size=CHUNK)
 
     def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        rate = beta.transpose(1, 2).unsqueeze(-1).expand_as(k)
-        out: Tensor = operator(q, k, v, (torch.ones_like(rate), rate), CHUNK)[0]
-        return out.transpose(1, 2)
+        # [batch, heads, tokens, writes, dim]; strengths are one a channel there, and need not differ.
+        q, k, v = (x.transpose(1, 2).unsqueeze(3) for x in (q, k, v))
+        rate = beta.transpose(1, 2)[..., None, None].expand_as(k)
+        out: Tensor = operator(q, k, v, torch.ones_like(rate), rate, linear_activation=False)[0]
+        return out.transpose(1, 2).reshape(v.shape[0], -1, HEADS, DIM)
 
     return run
 

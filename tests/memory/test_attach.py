@@ -50,7 +50,7 @@ def test_detached_is_the_backbone_and_its_names(family: str, window: int) -> Non
 @families
 @windows
 @pytest.mark.parametrize("start", [0, 100_000])
-def test_one_pass_equals_pieces_equals_token_by_token(family: str, window: int, start: int) -> None:
+def test_d02_one_pass_equals_pieces_equals_token_by_token(family: str, window: int, start: int) -> None:
     model, ids = with_memory(family, window_tokens=window).double(), tokens(2, 41)
     positions = torch.arange(start, start + 41).expand(2, -1)
     whole = model(ids, position_ids=positions, use_cache=False).logits
@@ -87,7 +87,7 @@ def dense_reference(model: torch.nn.Module, layer: int, hidden: torch.Tensor, wi
 
 
 @families
-def test_window_with_rebased_sinks_equals_the_plain_loop(family: str) -> None:
+def test_d18_window_with_rebased_sinks_equals_the_plain_loop(family: str) -> None:
     model, ids = with_memory(family, layers="none", window_tokens=5, sink_tokens=3), tokens(1, 20)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     handle = model.model.layers[0].self_attn.register_forward_hook(
@@ -145,7 +145,7 @@ def test_padding_between_pieces_is_invisible() -> None:
 @families
 @windows
 @pytest.mark.parametrize("beams", [1, 3])
-def test_plain_generate_equals_recompute(family: str, window: int, beams: int) -> None:
+def test_d08_plain_generate_equals_recompute(family: str, window: int, beams: int) -> None:
     model, ids = with_memory(family, window_tokens=window), tokens(2, 13)
     settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(ids)
@@ -159,7 +159,7 @@ def test_plain_generate_equals_recompute(family: str, window: int, beams: int) -
         assert torch.equal(cached[0, 5:], row[0])
 
 
-def test_cache_size_is_constant_under_a_window_and_grows_without() -> None:
+def test_d19_cache_size_is_constant_under_a_window_and_grows_without() -> None:
     for window, constant in ((8, True), (0, False)):
         model = with_memory(window_tokens=window)
         cache, sizes = MemoryCache(model), []

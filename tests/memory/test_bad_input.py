@@ -111,7 +111,7 @@ def embeddings(model: Any, length: int = 30) -> Tensor:
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("keys", ["token", "context"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_what_is_no_number_is_refused_at_the_first_layer_that_hears_it(keys: str, use_cache: bool, bad: float) -> None:
+def test_d21_what_is_no_number_is_refused_at_the_first_layer_to_hear_it(keys: str, use_cache: bool, bad: float) -> None:
     for layers, first in (("all", 0), ("last:2", 1)):
         model = with_memory(keys=keys, layers=layers)
         embeds = embeddings(model)
@@ -194,7 +194,7 @@ def test_a_model_whose_keys_are_all_zero_writes_nothing() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_masks_that_say_something_else_are_refused() -> None:
+def test_d21_masks_that_say_something_else_are_refused() -> None:
     model, ids = with_memory(), tokens(2, 12)
     for shape in ([2, 5], [2, 1, 12, 12], [3, 12], [12]):
         with pytest.raises(

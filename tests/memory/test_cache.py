@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fednl.errors import BackboneError
-from fednl.memory import MemoryCache, detach_memory
+from fednl.memory import MemoryCache, detach_memory, rules
 from memory.models import tiny, tokens, with_memory
 
 
@@ -52,6 +52,52 @@ def test_after_its_state_is_forgotten_a_cache_goes_on_in_any_pieces(keys: str, w
     torch.testing.assert_close(after[1], after[0], atol=2e-5, rtol=1e-4)
 
 
+EVERYTHING: dict[str, Any] = {"rule": "ttt-linear", "conv_tokens": 3, "keys": "context", "write": "leaving"}
+"""Settings under which the cache holds every kind of tensor but momentum."""
+
+
+@pytest.mark.parametrize("settings", [EVERYTHING, {"rule": "titans"}, {"window_tokens": 0}])
+def test_rows_are_repeated_selected_and_reordered_with_all_that_they_hold(settings: dict[str, Any]) -> None:
+    model, ids, more = with_memory(**settings), tokens(3, 15), tokens(3, 4, seed=7)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, cache=cache)
+        expected = model(more, cache=cache.clone()).logits
+        changes: dict[str, tuple[Any, list[int]]] = {
+            "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+            "batch_select_indices": (torch.tensor([2, 0]), [2, 0]),
+            "reorder_cache": (torch.tensor([1, 1, 0]), [1, 1, 0]),
+        }
+        for name, (argument, rows) in changes.items():
+            changed = cache.clone()
+            getattr(changed, name)(argument)
+            assert changed.size_bytes() * 3 == cache.size_bytes() * len(rows)
+            torch.testing.assert_close(model(more[rows], cache=changed).logits, expected[rows], atol=2e-5, rtol=1e-4)
+        assert torch.equal(model(more, cache=cache).logits, expected), "the copies left it as it was"
+        cache.reset()
+        assert (cache.size_bytes(), cache.get_seq_length(), cache.has_padding) == (0, 0, False)
+        fresh = model(ids[:2], cache=cache).logits
+        assert torch.equal(fresh, model(ids[:2], cache=MemoryCache(model)).logits)
+
+
+def test_a_detached_copy_goes_on_the_same_without_its_history() -> None:
+    model, ids = with_memory(**EVERYTHING), tokens(1, 24)
+    cache = MemoryCache(model)
+    model(ids[:, :14], cache=cache)
+    apart = cache.detach()
+    tensors = [t for layer in apart.layers for t in vars(layer.tensors).values() if t is not None]
+    assert tensors and not any(t.requires_grad for t in tensors)
+    assert any(t.requires_grad for layer in cache.layers for t in vars(layer.tensors).values() if t is not None)
+    gradients = []
+    for one in (apart, cache):
+        logits = model(ids[:, 14:], cache=one).logits
+        gradients.append([logits, *torch.autograd.grad(logits.square().sum(), list(rules(model).values()))])
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert not all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True)), "truncated is not the whole gradient"
+
+
 def test_a_model_without_memory_cannot_use_it() -> None:
     """Its pass would never end for the cache, and every piece would begin the conversation anew."""
     model = with_memory()
@@ -63,8 +109,6 @@ def test_a_model_without_memory_cannot_use_it() -> None:
 
 
 def test_gradients_run_through_the_pieces_as_through_one_pass() -> None:
-    from fednl.memory import rules
-
     model, ids = with_memory(keys="context", write="leaving").double(), tokens(2, 24)
     gradients = []
     for size in (24, 7):

@@ -64,7 +64,7 @@ def test_peft_before_or_after_merged_equals_unmerged_and_both_train(first: str) 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_gives_the_same_numbers_and_gradients() -> None:
+def test_d11_a_compiled_model_gives_the_same_numbers_and_gradients() -> None:
     """torch's eager backend traces as every other does, without a compiler."""
     model, ids = with_memory("llama", layers="last:1"), tokens(2, 20)
     compiled = torch.compile(model, backend="eager")

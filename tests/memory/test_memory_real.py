@@ -69,7 +69,7 @@ def test_one_pass_equals_pieces_equals_token_by_token(model: Any, ids: torch.Ten
         torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_far_positions_cost_nothing(model: Any, ids: torch.Tensor) -> None:
+def test_d18_far_positions_cost_nothing(model: Any, ids: torch.Tensor) -> None:
     """What absolute sinks break: with them the cross-entropy here goes from about 2.4 to above 6."""
     near = nats(model(ids, use_cache=False).logits, ids)
     far = nats(model(ids, position_ids=torch.arange(FAR, FAR + ids.shape[1])[None], use_cache=False).logits, ids)

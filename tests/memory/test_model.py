@@ -81,7 +81,7 @@ def test_a_deep_copy_has_a_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casting_a_model_spares_its_rules(dtype: torch.dtype) -> None:
+def test_d13_casting_a_model_spares_its_rules(dtype: torch.dtype) -> None:
     model, ids = with_memory(), tokens(1, 20)
     before = {name: rule.detach().clone() for name, rule in rules(model).items()}
     model.to(dtype)
@@ -94,7 +94,7 @@ def test_casting_a_model_spares_its_rules(dtype: torch.dtype) -> None:
     assert {rule.dtype for rule in rules(model.double()).values()} == {torch.float64}
 
 
-def test_the_memory_is_float32_under_autocast(both_keys: str) -> None:
+def test_d13_the_memory_is_float32_under_autocast(both_keys: str) -> None:
     """Only q, k and v come in bfloat16; what the rules make of them is exact to float32."""
     model = with_memory()
     attention, hidden = model.model.layers[0].self_attn, torch.randn(1, 20, 32)

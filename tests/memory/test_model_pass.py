@@ -112,7 +112,7 @@ def test_threads_share_a_model() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_under_checkpointing_no_cache_is_made_and_none_is_taken(family: str) -> None:
+def test_d22_under_checkpointing_no_cache_is_made_and_none_is_taken(family: str) -> None:
     model, ids = with_memory(family), tokens(2, 24)
     cache = MemoryCache(model)
     model.train().activation_checkpointing_enable()

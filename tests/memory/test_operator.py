@@ -418,7 +418,7 @@ def test_batch_rows_do_not_see_each_other() -> None:
 
 
 @BOTH
-def test_grouped_heads_equal_repeated_keys_and_values(rule: Rule) -> None:
+def test_d15_grouped_heads_equal_repeated_keys_and_values(rule: Rule) -> None:
     x = make(40, group=3, decay=0.1)
     repeated = {n: y if n == "q" else y.repeat_interleave(3, dim=1 if n == "state" else 2) for n, y in x.items()}
     out, state = rule(**x)

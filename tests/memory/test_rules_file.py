@@ -37,7 +37,7 @@ def test_another_backbone_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
-def test_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) -> None:
+def test_d21_a_set_that_does_not_fit_changes_nothing(tmp_path: Path, change: str) -> None:
     save_rules(with_memory(), tmp_path)
     tensors = load_file(tmp_path / "params.safetensors")
     name = "layers.1.memory.gate.weight"

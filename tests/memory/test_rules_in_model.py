@@ -43,7 +43,7 @@ def test_oracle_2_and_3_pieces_equal_one_pass_with_gradients(rule: str, keys: st
 
 @EVERY
 @HOW
-def test_oracle_12_padded_rows_write_nothing_and_do_not_decay(rule: str, keys: str, write: str) -> None:
+def test_d01_oracle_12_padded_rows_write_nothing_and_do_not_decay(rule: str, keys: str, write: str) -> None:
     model, ids = with_memory(rule=rule, keys=keys, write=write).double(), tokens(1, 30)
     alone = MemoryCache(model)
     expected = model(ids, cache=alone).logits
