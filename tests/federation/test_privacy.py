@@ -12,12 +12,13 @@ import torch
 from federation_toys import GATE, PROJECTION, WRITE, Bench, Regression, forge, start_params
 
 from fednl.errors import CheckpointError, SettingsError
+from fednl.federation.accounting import Spent, begin_privacy, epsilon_of, spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, subtract
-from fednl.federation.privacy import PrivateRound, PrivateSum, Spent, begin_privacy, epsilon_of, noisy, spent_epsilon
+from fednl.federation.privacy import PrivateRound, PrivateSum, noisy
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.traits import Traits
 from fednl.federation.transport import Reply
@@ -74,9 +75,9 @@ def with_accounting(toy: Bench, change: Any = lambda replies: replies, **named: 
     if importlib.util.find_spec("dp_accounting") is not None:
         return toy.run(toy.transport(change), **named)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
         patch.setattr(
-            "fednl.federation.privacy.epsilon_of", lambda releases, delta: float(sum(n for *_, n in releases))
+            "fednl.federation.accounting.epsilon_of", lambda releases, delta: float(sum(n for *_, n in releases))
         )
         return toy.run(toy.transport(change), **named)
 
@@ -147,8 +148,8 @@ def test_what_noise_does_not_cover_is_not_sent(tmp_path: Path) -> None:
         toy = Bench(tmp_path / settings.mode, exchange=private(settings), training=TrainingSettings(rounds=1))
         transport = toy.transport()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-            patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+            patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+            patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
             toy.run(transport)
         for reply in transport.returned:
             message = Message.from_bytes(reply.payload)
@@ -164,8 +165,8 @@ def test_local_noise_is_the_clients_own_and_comes_once_a_round(tmp_path: Path) -
     toy = Bench(tmp_path, exchange=private(LOCAL), training=training)
     transport = toy.transport()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-        patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
         toy.run(transport)
     secrets = {client: int(state["privacy/secret"]) for client, state in transport.states().items()}
     assert len(set(secrets.values())) == len(secrets)
@@ -214,8 +215,8 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(tmp_path: Path) -> Non
     toy = Bench(tmp_path, exchange=private(settings), training=TrainingSettings(rounds=1, local_steps=1))
     transport = toy.transport()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-        patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
         toy.run(transport)
     secret = json.loads((tmp_path / "checkpoints/round-1/state.json").read_text())["state"]["spent"]["secret"]
     assert secret > 2**20
@@ -229,7 +230,7 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(tmp_path: Path) -> Non
 
 def begin_privacy_secret(settings: PrivacySettings) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
         spent = begin_privacy(settings)
     assert spent is not None
     return spent.secret
