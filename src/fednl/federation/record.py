@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fednl.errors import CheckpointError
+from fednl.federation.accounting import Spent, begin_privacy
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
-from fednl.federation.privacy import Spent, begin_privacy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.secure import forget
 from fednl.federation.settings import FederationSettings, TrainingSettings
