@@ -229,3 +229,15 @@ def test_more_layers_than_there_are_is_refused() -> None:
         MemoryConfig(layers="0-999999999999").layer_numbers(30)
     with pytest.raises(ValidationError, match='"3,9-8" has a range that runs backwards'):
         MemoryConfig(layers="3,9-8")
+
+
+def test_noise_that_draws_clients_does_not_go_with_a_stream_of_tasks() -> None:
+    table = {
+        "tasks": {"order": ["passkey", "name-date"], "rounds-per-task": 2},
+        "training": {"rounds": 4},
+        "combine": {"weights": "uniform"},
+        "privacy": {"mode": "central"},
+    }
+    assert Config.from_dict(table).privacy.mode == "central"
+    with pytest.raises(SettingsError, match="clients-per-round = 0"):
+        Config.from_dict({**table, "federation": {"clients-per-round": 2}})

@@ -11,12 +11,12 @@ from federation_toys import PROJECTION, SIZES, WRITE, Bench, Tampered, forge, st
 from fednl.errors import FednlError, MessageError
 from fednl.federation import masking
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings
+from fednl.federation.masked_sum import MaskedSum
 from fednl.federation.message import Message
 from fednl.federation.own_store import OwnStore
 from fednl.federation.params import ClientState, Params, finite, max_abs, norm, subtract
 from fednl.federation.secure import (
     STAGES,
-    MaskedSum,
     answer,
     forget,
     hold,
@@ -324,8 +324,8 @@ def test_the_server_keeps_no_single_update(tmp_path: Path) -> None:
 
 
 def test_noise_and_masks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-    monkeypatch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    monkeypatch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
     privacy = PrivacySettings(mode="central", clip=0.05, noise_multiplier=1.0, noise_seed=3)
     masked = privacy.model_copy(update={"secure": True, "secure_range": 0.05})
     found, toy, _ = run(tmp_path / "masked", Exchange(combine=UNIFORM, privacy=masked))

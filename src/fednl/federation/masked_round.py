@@ -10,11 +10,12 @@ import torch
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES
 from fednl.federation.ledger import Ledger
+from fednl.federation.masked_sum import MaskedSum
 from fednl.federation.message import Message
 from fednl.federation.params import Params, count, max_abs
 from fednl.federation.privacy import PrivateSum
 from fednl.federation.record import Federation
-from fednl.federation.secure import FEWEST, STAGES, MaskedSum, layout, resolution
+from fednl.federation.secure import FEWEST, STAGES, layout, resolution
 from fednl.federation.transport import OnClient
 from fednl.federation.validate import Wanted
 
