@@ -226,6 +226,8 @@ def _data(data: Mapping[str, Any], facts: Mapping[str, Any], order: Sequence[str
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
+    if data.get("dirichlet-alpha"):
+        parts.append(f"kinds dealt by Dirichlet {data['dirichlet-alpha']:g}")
     if data.get("imbalance", 1) > 1:
         parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
