@@ -228,6 +228,6 @@ def check_prefix(prefix: PrefixSettings, memory: MemoryConfig, lora_rank: int) -
         )
     if lora_rank:
         raise SettingsError(
-            f'[prefix] cache = "{prefix.cache}": [lora] rank = {lora_rank} trains in all layers, so that no layer stays '
-            'as it is; set rank = 0, or cache = "off".'
+            f'[prefix] cache = "{prefix.cache}": [lora] rank = {lora_rank} trains in all layers, so that none stays as '
+            'it is; set rank = 0, or cache = "off".'
         )
