@@ -164,6 +164,7 @@ def score_arm(
     asked: Mapping[str, int],
     on_event: OnEvent,
     tasks: Mapping[str, Sequence[str]] | None = None,
+    when: str = "",
 ) -> list[Outcome]:
     """Has every client answer its questions in one arm.
 
@@ -174,6 +175,7 @@ def score_arm(
         asked: client -> how many questions it will answer.
         on_event: is told what happens.
         tasks: in a stream, client -> the tasks that are asked; None asks all.
+        when: what a display says of the rules, such as `", after task 1"`.
 
     Returns:
         The outcomes, client after client.
@@ -187,7 +189,7 @@ def score_arm(
         facts = {client: {**own, "tasks": list(tasks[client])} for client, own in facts.items()}
     jobs = [Job("score", facts[client], (pack(rules[client]),)) for client in clients]
     done, total = dict.fromkeys(clients, 0), sum(asked.values())
-    on_event({"event": "phase", "name": f"measuring: {arm}", "arm": arm, "total": total})
+    on_event({"event": "phase", "name": f"measuring: {arm}{when}", "arm": arm, "total": total})
 
     def tell(job: Job, facts: dict[str, Any]) -> None:
         done[job.header["client"]] = facts["done"]

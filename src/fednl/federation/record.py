@@ -183,11 +183,13 @@ def resume(fed: Federation, params: Params) -> Point | None:
     checkpoint = load_newest(folder)
     if checkpoint is None:
         return None
-    then = checkpoint.state["identity"]
-    for key, value in fed.identity().items():
-        if then.get(key, value) != value:  # a key that the version before did not know is no difference
+    now = fed.identity()
+    # Checkpoints from before there was a quarantine go on under today's.
+    then = {"quarantine": now["quarantine"], **checkpoint.state["identity"]}
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
             raise CheckpointError(
-                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
+                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {now.get(key)}: resume with "
                 "the settings of that run, or start a new one."
             )
     if checkpoint.round > fed.training.rounds:
