@@ -31,7 +31,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Backbone: {_backbone(config, facts)}",
         f"Memory: {_memory(_section(config, 'memory'))}",
-        f"Data: {_data(_section(config, 'data'), facts)}",
+        f"Data: {_data(_section(config, 'data'), facts, _section(config, 'tasks').get('order', ()))}",
         f"Training: {_training(config)}",
         *exchange_lines(config),
         *one_task_line(config),
@@ -219,7 +219,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
     return ", ".join([*parts, seen])
 
 
-def _data(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _data(data: Mapping[str, Any], facts: Mapping[str, Any], order: Sequence[str]) -> str:
     if not data:
         return "not recorded"
     parts = [f"{escape(data.get('task', '?'))}, {data.get('tokens', '?')} tokens"]
@@ -229,7 +229,8 @@ def _data(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if data.get("imbalance", 1) > 1:
         parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
-    parts.append(f"examples per client: {', '.join(counts)}" if counts else "")
+    whose = "client and task" if order else "client"
+    parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"
     digest = facts.get("filler_sha256")
     parts.append(f"{filler} (sha256 {escape(digest)})" if digest else filler)
