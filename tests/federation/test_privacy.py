@@ -394,6 +394,12 @@ def test_g10_a_pickle_in_somebodys_checkpoint_is_never_opened(tmp_path: Path) ->
     assert not (tmp_path / "opened").exists()
 
 
+def test_two_arms_with_a_fixed_seed_do_not_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    spent = [begin_privacy(CENTRAL, 9, arm) for arm in ("", "arms/federated-lora", "")]
+    assert spent[0] == spent[2] != spent[1]
+
+
 def test_a_delta_that_promises_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
     with pytest.raises(SettingsError, match="below 1 / 200"):

@@ -49,12 +49,13 @@ class Spent:
         return replace(self, releases=(*self.releases, (noise, rate, 1)))
 
 
-def begin_privacy(settings: PrivacySettings, clients: int) -> Spent | None:
+def begin_privacy(settings: PrivacySettings, clients: int, arm: str = "") -> Spent | None:
     """Gives the state before the first round; None without noise.
 
     Args:
         settings: the `[privacy]` section.
         clients: how many there are.
+        arm: which arm of a comparison this is: two with the same noise would tell what it hides.
 
     Raises:
         SettingsError: the library that counts what is spent is not installed, or delta promises nothing.
@@ -67,7 +68,7 @@ def begin_privacy(settings: PrivacySettings, clients: int) -> Spent | None:
             f"[privacy] delta = {settings.delta:g} would allow one of {clients} clients to be given away whole: set it "
             f"below 1 / {clients}, better far below."
         )
-    secret = secrets.randbits(62) if settings.noise_seed is None else seed_of(settings.noise_seed, "privacy")
+    secret = secrets.randbits(62) if settings.noise_seed is None else seed_of(settings.noise_seed, "privacy", arm)
     return Spent(secret, settings.clip)
 
 
