@@ -174,7 +174,7 @@ def begin(fed: Federation, params: Params) -> Point:
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
     private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
     fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
-    return Point(0, copy(params), spent=begin_privacy(fed.exchange.privacy))
+    return Point(0, copy(params), spent=begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder))
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
