@@ -45,7 +45,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "local-only": (),
     "fedavg, LoRA": LORA,
     "ffa-lora": LORA,
-    "flexlora": LORA,
+    "flexlora": (*LORA, "training.optimizer-state=reset"),  # its factors are others every round
 }
 """What is compared, by name: the algorithm is what stands before the comma; with the settings that differ."""
 

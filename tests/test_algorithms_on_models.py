@@ -84,3 +84,15 @@ def test_real_rules_are_trained_and_only_the_allow_list_leaves_a_client(
     again, states_again, _ = outcome(benches[family], kind, tmp_path / "b")
     assert equal(again, params)
     assert all(equal(states_again[client], state) for client, state in states.items())
+
+
+@pytest.mark.parametrize("setup", ["memory", "lora"])
+def test_b08_what_is_trained_is_float32_over_a_bfloat16_backbone(tmp_path: Path, setup: Any) -> None:
+    small = {"data": {"clients": 1, "train": 1, "test": 1}, "lora": {"rank": 2, "targets": "q_proj,v_proj"}}
+    config = settings(tiny_backbone(tmp_path / "model"), **small)
+    bench = Bench(config.with_overrides(["backbone.dtype=bfloat16"]))
+    assert bench.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    start = bench.start(setup)
+    assert start and {tensor.dtype for tensor in start.values()} == {torch.float32}
+    live = bench.put(start)
+    assert all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in live.values())

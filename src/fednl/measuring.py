@@ -9,7 +9,8 @@ from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
-from fednl.data.long_tail import thirds
+from fednl.data.long_tail import long_tail, thirds
+from fednl.data.needle_clients import CLIENTS
 from fednl.errors import CheckpointError, DataError, FednlError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -105,7 +106,7 @@ def measure(
         metrics=[m for m in measured_of.metrics if config.evaluation.answer != "letters" or m != "recall"],
         pairs=measured_of.pairs,
         chance=1 / facts["candidates"],
-        groups=_groups(facts),
+        groups=_groups(config, facts),
     )
     run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
 
@@ -145,9 +146,12 @@ def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
         raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
 
 
-def _groups(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Head, middle and tail of the clients by their training examples; empty where all have the same."""
-    rows = facts["partition"]
+def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Head, middle and tail by training examples, of kinds of data where clients hold several, else of clients."""
+    data, rows = config.data, facts["partition"]
+    if data.imbalance > 1 and (config.tasks.order or data.dirichlet_alpha):
+        kinds = sorted(config.tasks.order) or list(CLIENTS)
+        return thirds(long_tail(kinds, 10**6, data.imbalance, config.run.seed))
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 

@@ -74,7 +74,7 @@ def score_candidates(
     if batch < 1 or piece_tokens < 1:
         raise ValueError("batch and piece_tokens must be at least 1")
     found: dict[int, Outcome] = {}
-    with _evaluating(model):
+    with evaluating(model):
         for rows, cuts in _groups(examples, ids, zero_state_at_question, batch):
             group = [examples[row] for row in rows]
             prompts = torch.tensor([getattr(example, ids) for example in group], device=_device(model))
@@ -129,13 +129,13 @@ def _read_prompts(
             cache.reset_state()
         for first in range(start, end, piece_tokens):
             piece = prompts[:, first : min(first + piece_tokens, end)]
-            logits = _forward(model, piece, torch.ones_like(piece), cache, first, keep=1)
+            logits = forward(model, piece, torch.ones_like(piece), cache, first, keep=1)
     if logits is None:
         raise ValueError("a prompt has no tokens")
     return logits[:, -1]
 
 
-def _forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: int, keep: int) -> Tensor:
+def forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: int, keep: int) -> Tensor:
     """One call of the model on new tokens; `mask` is theirs, the `past` tokens before them are all real."""
     arguments = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": keep}
     if getattr(cache, "one_at_a_time", False):
@@ -164,7 +164,7 @@ def _score_group(
     if width > 1:
         cache.batch_repeat_interleave(count)
         # The last token's own logits predict nothing that is scored, so the last token is not fed.
-        logits = torch.cat([logits, _forward(model, tokens[:, :-1], real[:, :-1], cache, past, keep=0)], dim=1)
+        logits = torch.cat([logits, forward(model, tokens[:, :-1], real[:, :-1], cache, past, keep=0)], dim=1)
     logits = logits.float()
     logprobs = logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(dim=2)
     likeliest = logits.argmax(dim=2) == tokens
@@ -208,7 +208,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module gets its own mode back, for a frozen part may differ."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -187,7 +187,8 @@ def begin(fed: Federation, params: Params) -> Point:
     private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
     start = {f"private/{name}": params[name] for name in private}
     fed.transport.restore({client: copy(start) for client in fed.transport.clients()})
-    return Point(0, copy(params), fed.algorithm.opening(params), spent=begin_privacy(fed.exchange.privacy))
+    spent = begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder)
+    return Point(0, copy(params), fed.algorithm.opening(params), spent=spent)
 
 
 def resume(fed: Federation, params: Params) -> Point | None:

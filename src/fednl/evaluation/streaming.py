@@ -1,0 +1,175 @@
+"""Streaming cross-entropy: a long text read piece by piece, its nats per token in bins of position.
+
+Logits exist for one piece at a time, never for the whole text; what is kept is a sum per bin and the bytes of the
+cache. The raw level stands beside the change: normalised to its own first bin, a method that reads badly from the start
+looks as good as one that reads well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednl.errors import NonFiniteError, SettingsError
+from fednl.evaluation.costs import cache_bytes
+from fednl.evaluation.rows import Row
+from fednl.evaluation.scoring import evaluating, forward
+from fednl.evaluation.statistics import bootstrap_mean, paired_bootstrap
+
+
+@dataclass(frozen=True)
+class StreamNats:
+    """How one text was read.
+
+    Attributes:
+        nats: mean cross-entropy of each bin's tokens, in nats per token.
+        tokens: how many tokens of each bin were scored: all but the text's first one.
+        cache_bytes: bytes of the cache after each bin, memory state and keys and values together.
+    """
+
+    nats: tuple[float, ...]
+    tokens: tuple[int, ...]
+    cache_bytes: tuple[int, ...]
+
+
+def stream_nats(
+    model: nn.Module,
+    ids: Sequence[int],
+    *,
+    make_cache: Callable[[nn.Module], Any],
+    bin_tokens: int = 1024,
+    piece_tokens: int = 256,
+    on_read: Callable[[int], None] | None = None,
+) -> StreamNats:
+    """Reads a text token after token, as a conversation would be, and says how well each bin was foreseen.
+
+    A token belongs to the bin of its own position, and is scored once, from all before it that the model still sees.
+    Cross-entropies are taken in float32 and summed in float64. No gradient is recorded.
+
+    Args:
+        model: a causal language model, attached to a memory or not.
+        ids: the text's tokens, at least two.
+        make_cache: makes an empty cache for the model.
+        bin_tokens: tokens a bin; the last one may be shorter.
+        piece_tokens: tokens a pass, at least 1: bounds the logits that exist at once; no result depends on it.
+        on_read: called with the number of tokens read so far.
+
+    Raises:
+        NonFiniteError: a logit is not a finite number.
+
+    Source: the streaming probe of arXiv 2605.16350, section 3; its bins and which tokens count are not stated.
+    """
+    if bin_tokens < 1 or piece_tokens < 1 or len(ids) < 2:
+        raise ValueError("streaming needs at least two tokens, and bins and pieces of at least one")
+    device = next(model.parameters()).device
+    text = torch.tensor([list(ids)], device=device)
+    bins = -(-len(ids) // bin_tokens)
+    sums, counts, sizes = [0.0] * bins, [0] * bins, [0] * bins
+    cache = make_cache(model)
+    with evaluating(model):
+        for first in range(0, len(ids), piece_tokens):
+            last = min(first + piece_tokens, len(ids))
+            piece = text[:, first:last]
+            logits = forward(model, piece, torch.ones_like(piece), cache, first, keep=0)[0]
+            targets = text[0, first + 1 : last + 1]
+            losses = _nats(logits[: len(targets)], targets)
+            for place, loss in enumerate(losses.tolist(), first + 1):
+                sums[place // bin_tokens] += loss
+                counts[place // bin_tokens] += 1
+            sizes[(last - 1) // bin_tokens] = sum(cache_bytes(cache))
+            if on_read is not None:
+                on_read(last)
+    means = tuple(total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
+    return StreamNats(means, tuple(counts), tuple(sizes))
+
+
+def strided_nats(model: nn.Module, ids: Sequence[int], context: int, stride: int) -> float:
+    """Gives the mean cross-entropy of a text that is longer than the model's context, by windows that overlap.
+
+    Each token but the first is scored once, from at least `context - stride` tokens before it where there are so many;
+    a text that fits is one pass. It is what a model without memory and without a window can do with a long text.
+
+    Args:
+        model: a causal language model.
+        ids: the text's tokens, at least two.
+        context: tokens a window, at least 2.
+        stride: how far a window moves on, from 1 to `context - 1`.
+
+    Source: the strided perplexity of Hugging Face's documentation, in nats.
+    """
+    if not 1 <= stride < context or len(ids) < 2:
+        raise ValueError("strided scoring needs two tokens and 1 <= stride < context")
+    text = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    total, scored = 0.0, 1  # the first token has nothing before it
+    with evaluating(model):
+        end = min(context, len(ids))
+        while scored < len(ids):
+            first = max(0, end - context)
+            logits = model(input_ids=text[:, first:end], use_cache=False).logits[0]
+            losses = _nats(logits[scored - 1 - first : -1], text[0, scored:end])
+            total += float(losses.sum())
+            scored, end = end, min(end + stride, len(ids))
+    return total / (len(ids) - 1)
+
+
+def streaming_rows(
+    arms: Mapping[str, Sequence[StreamNats]],
+    *,
+    seed: int,
+    bin_tokens: int = 1024,
+    pairs: Sequence[tuple[str, str]] = (("federated", "window-only"),),
+) -> list[Row]:
+    """Makes the rows of a comparison on the same texts: each arm's bins, their change, and paired differences.
+
+    Args:
+        arms: arm -> how it read each text, the texts in the same order for all.
+        seed: the run's seed; also names the bootstrap's random stream.
+        bin_tokens: as in `stream_nats`.
+        pairs: which arms are compared, first minus second, where both were measured.
+
+    Returns:
+        Rows `{method, metric, bin, from_token, value, n, low, high, seed}` with the metric `nats_per_token`;
+        `change_percent`, of a text's bin against its own first one, averaged; and `difference` with `baseline` and
+        `verdict`. `cache_bytes` is the largest over the texts. Intervals are over texts, at 95%, where there are two.
+
+    Raises:
+        SettingsError: two arms read different texts.
+    """
+    rows: list[Row] = []
+    for arm, read in arms.items():
+        for place in range(min((len(one.nats) for one in read), default=0)):
+            common: Row = {"method": arm, "bin": place, "from_token": place * bin_tokens, "n": len(read), "seed": seed}
+            level = [one.nats[place] for one in read]
+            change = [100 * (one.nats[place] / one.nats[0] - 1) for one in read]
+            size = max(one.cache_bytes[place] for one in read)
+            rows.append(common | _mean("nats_per_token", level, seed) | {"cache_bytes": size})
+            rows.append(common | _mean("change_percent", change, seed))
+    for first, second in pairs:
+        if first not in arms or second not in arms:
+            continue
+        a, b = arms[first], arms[second]
+        if [one.tokens for one in a] != [one.tokens for one in b]:
+            raise SettingsError(f'arms "{first}" and "{second}" read other texts; measure both again.')
+        for place in range(min(len(one.nats) for one in a)):
+            gap = paired_bootstrap([one.nats[place] for one in a], [one.nats[place] for one in b], seed)
+            row: Row = {"method": first, "baseline": second, "metric": "difference", "of": "nats_per_token"}
+            row |= {"bin": place, "from_token": place * bin_tokens, "value": gap.mean, "n": gap.n, "seed": seed}
+            told: Row = {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=False)}
+            rows.append(row | (told if gap.n > 1 else {}))
+    return rows
+
+
+def _mean(metric: str, values: Sequence[float], seed: int) -> Row:
+    mean = bootstrap_mean(values, seed)
+    return {"metric": metric, "value": mean.value} | ({"low": mean.low, "high": mean.high} if mean.n > 1 else {})
+
+
+def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").double()
+    if not bool(losses.isfinite().all()):
+        raise NonFiniteError("a logit is not a finite number, so the text was not scored; use dtype = float32.")
+    return losses
