@@ -2,11 +2,13 @@
 
     python benchmarks/compact.py --out runs/compact
     python benchmarks/compact.py --bytes-only
+    python benchmarks/compact.py --out runs/compact-private --only theta,compact --set privacy.mode=central \
+        --set combine.weights=uniform --set privacy.clip=1.0 --set privacy.noise-multiplier=1.0
 
 Trains each set on the needle federation of configs/compact.toml (an ordinary run in its own folder: whatever stopped
 the command, the same command goes on), and weighs a message of each at Llama-3.2-1B's shapes: random numbers in the
 very tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands
-only beside the accuracy of the same set. Prints Markdown.
+only beside the accuracy of the same set. Under noise all sets, and LoRA, spend the same epsilon. Prints Markdown.
 """
 
 from __future__ import annotations

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+STATUS = Path("/proc/self/status")
 
 
 def cpu_ms(function: Callable[[], Any], repeats: int) -> float:
@@ -25,9 +29,25 @@ def cpu_ms(function: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_mib() -> float:
-    """The most memory this process has held so far, in MiB."""
+    """The most memory this process has held since `reset_peak`, or ever where that cannot be reset, in MiB."""
+    if STATUS.is_file():
+        return _status_mib("VmHWM")
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held / 2**10 if sys.platform != "darwin" else held / 2**20
+
+
+def reset_peak() -> float:
+    """Begins the peak anew where the system can (Linux), and gives what the process holds now, in MiB."""
+    if not STATUS.is_file():
+        return peak_mib()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status_mib("VmRSS")
+
+
+def _status_mib(name: str) -> float:
+    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 2**10
 
 
 def in_own_process(script: str, *arguments: str) -> str:

@@ -17,7 +17,7 @@ import platform
 from collections.abc import Callable
 
 import torch
-from measure import cpu_ms, in_own_process, peak_mib, print_table
+from measure import cpu_ms, in_own_process, peak_mib, print_table, reset_peak
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
@@ -191,12 +191,11 @@ def every_rule(tokens: int, repeats: int) -> None:
 
 def peaks(lengths: list[int]) -> None:
     """Peak memory of forward + backward, each length in a process of its own."""
-    base = float(in_own_process(__file__, "--peak", "64"))
     rows = []
     for tokens in lengths:
-        more = float(in_own_process(__file__, "--peak", str(tokens))) - base
-        rows.append([str(tokens), f"{more:.0f} MiB", f"{1024 * more / tokens:.0f} KiB a token"])
-    print("Peak memory of forward + backward, above that of a process that does 64 tokens:\n")
+        more = float(in_own_process(__file__, "--peak", str(tokens)))
+        rows.append([str(tokens), f"{more:.0f} MiB", f"{1024 * more / tokens:.0f} KiB"])
+    print("Peak memory of forward + backward, above what the process held before:\n")
     print_table(["tokens", "more", "a token"], rows)
 
 
@@ -209,8 +208,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.peak:
-        ours(*inputs(options.peak)).sum().backward()
-        print(peak_mib())
+        ours(*inputs(64)).sum().backward()
+        tensors, before = inputs(options.peak), reset_peak()
+        ours(*tensors).sum().backward()
+        print(peak_mib() - before)
         return
     lengths = [int(part) for part in options.tokens.split(",")]
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread, C = {CHUNK}.\n")

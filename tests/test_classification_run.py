@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.small_run import settings, tiny_backbone
 
 import fednl
 from fednl.client import Bench
@@ -19,6 +18,7 @@ from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, cont
 from fednl.report import report
 from fednl.runs import Run
 from fednl.training import train
+from small_run import settings, tiny_backbone
 
 ARMS = ["zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -229,3 +230,31 @@ def test_more_layers_than_there_are_is_refused() -> None:
         MemoryConfig(layers="0-999999999999").layer_numbers(30)
     with pytest.raises(ValidationError, match='"3,9-8" has a range that runs backwards'):
         MemoryConfig(layers="3,9-8")
+
+
+def test_noise_that_draws_clients_does_not_go_with_a_stream_of_tasks() -> None:
+    table = {
+        "tasks": {"order": ["passkey", "name-date"], "rounds-per-task": 2},
+        "training": {"rounds": 4},
+        "combine": {"weights": "uniform"},
+        "privacy": {"mode": "central"},
+    }
+    assert Config.from_dict(table).privacy.mode == "central"
+    with pytest.raises(SettingsError, match="clients-per-round = 0"):
+        Config.from_dict({**table, "federation": {"clients-per-round": 2}})
+
+
+@pytest.mark.parametrize(
+    ("memory", "lora", "message"),
+    [
+        ({"layers": "all"}, {}, r'\[memory\] layers = "all" layer 0 trains'),
+        ({"layers": "8,0-2"}, {}, 'layers = "8,0-2" layer 0 trains'),
+        ({}, {"rank": 4}, r"\[lora\] rank = 4 trains in all layers"),
+    ],
+)
+def test_a_prefix_is_not_kept_where_there_is_none(memory: dict[str, Any], lora: dict[str, Any], message: str) -> None:
+    table: dict[str, Any] = {"prefix": {"cache": "memory"}, "memory": memory, "lora": lora}
+    with pytest.raises(SettingsError, match=message):
+        Config.from_dict(table)
+    assert Config.from_dict({**table, "prefix": {"cache": "off"}}).prefix.limit_mb == 2000
+    assert Config.from_dict({"prefix": {"cache": "disk"}, "memory": {"layers": "8,14-23"}}).prefix.cache == "disk"

@@ -64,6 +64,7 @@ def test_a_stream_leaves_every_task_after_every_task_forgetting_and_transfer(who
     assert "## Stream of tasks" in text and "average forgetting" in text
     assert "client-2: name-date, then multi-key, then passkey" in text
     assert "FedAvg's, bit for bit" not in text
+    assert "examples per client and task: 4 train" in text
 
 
 def test_the_answers_after_a_task_are_those_of_the_rules_of_its_last_round(whole: Run, backbone: Path) -> None:

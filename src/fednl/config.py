@@ -27,7 +27,7 @@ from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
-from fednl.memory.settings import MemoryConfig, PrefixSettings
+from fednl.memory.settings import MemoryConfig, PrefixSettings, check_prefix
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
 
 
@@ -139,6 +139,12 @@ class Config(BaseModel):
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
+            check_prefix(config.prefix, config.memory, config.lora.rank)
+            if config.tasks.order and config.privacy.mode == "central" and config.federation.clients_per_round:
+                raise SettingsError(
+                    "[privacy] central noise draws clients by coins that they do not know, but a task of [tasks] ends "
+                    "for a client with the last round that it expects: set [federation] clients-per-round = 0."
+                )
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None
         return config

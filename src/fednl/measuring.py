@@ -9,7 +9,8 @@ from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
-from fednl.data.long_tail import thirds
+from fednl.data.long_tail import long_tail, thirds
+from fednl.data.needle_clients import CLIENTS
 from fednl.errors import CheckpointError, DataError, FednlError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -105,7 +106,7 @@ def measure(
         metrics=[m for m in measured_of.metrics if config.evaluation.answer != "letters" or m != "recall"],
         pairs=measured_of.pairs,
         chance=1 / facts["candidates"],
-        groups=_groups(facts),
+        groups=_groups(config, facts),
     )
     run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
 
@@ -145,9 +146,12 @@ def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
         raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
 
 
-def _groups(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Head, middle and tail of the clients by their training examples; empty where all have the same."""
-    rows = facts["partition"]
+def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Head, middle and tail by training examples, of kinds of data where clients hold several, else of clients."""
+    data, rows = config.data, facts["partition"]
+    if data.imbalance > 1 and (config.tasks.order or data.dirichlet_alpha):
+        kinds = sorted(config.tasks.order) or list(CLIENTS)
+        return thirds(long_tail(kinds, 10**6, data.imbalance, config.run.seed))
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 
@@ -168,6 +172,7 @@ def score_arm(
     asked: Mapping[str, int],
     on_event: OnEvent,
     tasks: Mapping[str, Sequence[str]] | None = None,
+    when: str = "",
 ) -> list[Outcome]:
     """Has every client answer its questions in one arm.
 
@@ -178,6 +183,7 @@ def score_arm(
         asked: client -> how many questions it will answer.
         on_event: is told what happens.
         tasks: in a stream, client -> the tasks that are asked; None asks all.
+        when: what a display says of the rules, such as `", after task 1"`.
 
     Returns:
         The outcomes, client after client.
@@ -191,7 +197,7 @@ def score_arm(
         facts = {client: {**own, "tasks": list(tasks[client])} for client, own in facts.items()}
     jobs = [Job("score", facts[client], (pack(rules[client]),)) for client in clients]
     done, total = dict.fromkeys(clients, 0), sum(asked.values())
-    on_event({"event": "phase", "name": f"measuring: {arm}", "arm": arm, "total": total})
+    on_event({"event": "phase", "name": f"measuring: {arm}{when}", "arm": arm, "total": total})
 
     def tell(job: Job, facts: dict[str, Any]) -> None:
         done[job.header["client"]] = facts["done"]

@@ -53,7 +53,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
             key = f"{arm}{AFTER}{place}"
             if len(found.get(key, [])) != len(due):
                 rules = _rules_after(run, arm, round, list(asked))
-                found[key] = score_arm(pool, arm, rules, asked, on_event, tasks)
+                found[key] = score_arm(pool, arm, rules, asked, on_event, tasks, f", after task {place}")
                 keep(path, found)
             arms.setdefault(arm, []).append(found[key])
         arms.setdefault(arm, []).append(final[arm])

@@ -11,6 +11,7 @@ from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_a
 from fednl.config import Config
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
+from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
@@ -151,6 +152,7 @@ def config_of(run: Run) -> Config:
 def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
     try:
         check_settings(run, config)
+        check_accounting(config.privacy)
         on_event(_LOADING)
         with _pool(run, config) as pool:
             facts = _describe(pool, on_event)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.small_run import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +17,7 @@ from fednl.data.classification import ClassificationSettings, build
 from fednl.data.partition import partition_rows
 from fednl.data.settings import DataSettings
 from fednl.errors import DataError, SettingsError
+from small_run import byte_tokenizer
 
 LABELS = ("red", "green", "blue")
 

@@ -60,6 +60,13 @@ def test_identical_replies_leave_the_rules_where_they_agree(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_traits_say_whether_tensors_go_beside_the_rules(kind: str) -> None:
+    algorithm = ALGORITHMS[kind](shared="all")
+    beside = [*algorithm.extra(start_params()), *algorithm.given(["context.vectors"])]
+    assert bool(beside) == algorithm.traits.sends_extra
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(kind: str, tmp_path: Path) -> None:
     def result(name: str, seed: int) -> tuple[Params, ClientState]:
         toy = bench(tmp_path / name, kind, seed=seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federation.federation_toys import Tampered
+from federation_toys import Tampered
 
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.exchange import CombineSettings, Exchange

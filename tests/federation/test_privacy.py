@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -8,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import GATE, PROJECTION, WRITE, Bench, forge, start_params
+from federation_toys import GATE, PROJECTION, WRITE, Bench, Regression, forge, start_params
 
-from fednl.errors import SettingsError
+from fednl.errors import CheckpointError, SettingsError
+from fednl.federation.accounting import Spent, begin_privacy, epsilon_of, spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, subtract
-from fednl.federation.privacy import PrivateRound, PrivateSum, Spent, begin_privacy, epsilon_of, noisy, spent_epsilon
+from fednl.federation.privacy import PrivateRound, PrivateSum, noisy
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.traits import Traits
 from fednl.federation.transport import Reply
@@ -72,9 +75,9 @@ def with_accounting(toy: Bench, change: Any = lambda replies: replies, **named: 
     if importlib.util.find_spec("dp_accounting") is not None:
         return toy.run(toy.transport(change), **named)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
         patch.setattr(
-            "fednl.federation.privacy.epsilon_of", lambda releases, delta: float(sum(n for *_, n in releases))
+            "fednl.federation.accounting.epsilon_of", lambda releases, delta: float(sum(n for *_, n in releases))
         )
         return toy.run(toy.transport(change), **named)
 
@@ -145,8 +148,8 @@ def test_what_noise_does_not_cover_is_not_sent(tmp_path: Path) -> None:
         toy = Bench(tmp_path / settings.mode, exchange=private(settings), training=TrainingSettings(rounds=1))
         transport = toy.transport()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-            patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+            patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+            patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
             toy.run(transport)
         for reply in transport.returned:
             message = Message.from_bytes(reply.payload)
@@ -162,8 +165,8 @@ def test_local_noise_is_the_clients_own_and_comes_once_a_round(tmp_path: Path) -
     toy = Bench(tmp_path, exchange=private(LOCAL), training=training)
     transport = toy.transport()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-        patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
         toy.run(transport)
     secrets = {client: int(state["privacy/secret"]) for client, state in transport.states().items()}
     assert len(set(secrets.values())) == len(secrets)
@@ -212,8 +215,8 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(tmp_path: Path) -> Non
     toy = Bench(tmp_path, exchange=private(settings), training=TrainingSettings(rounds=1, local_steps=1))
     transport = toy.transport()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-        patch.setattr("fednl.federation.privacy.epsilon_of", lambda releases, delta: 1.0)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+        patch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
         toy.run(transport)
     secret = json.loads((tmp_path / "checkpoints/round-1/state.json").read_text())["state"]["spent"]["secret"]
     assert secret > 2**20
@@ -227,8 +230,8 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(tmp_path: Path) -> Non
 
 def begin_privacy_secret(settings: PrivacySettings) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.privacy.check_accounting", lambda settings: None)
-        spent = begin_privacy(settings)
+        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+        spent = begin_privacy(settings, 9)
     assert spent is not None
     return spent.secret
 
@@ -255,8 +258,8 @@ def test_g05_without_the_extra_a_setting_says_what_to_install(monkeypatch: pytes
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "dp_accounting" else find(name))
     with pytest.raises(SettingsError, match=r'mode = "central" needs dp-accounting.*fednl\[privacy\]'):
-        begin_privacy(CENTRAL)
-    assert begin_privacy(PrivacySettings()) is None
+        begin_privacy(CENTRAL, 9)
+    assert begin_privacy(PrivacySettings(), 9) is None
 
 
 @needs_accounting
@@ -364,3 +367,41 @@ def test_g04_clipping_is_of_whole_clients_over_all_shared_rules_together(tmp_pat
     )
     found = with_accounting(toy)
     assert torch.equal(found[PROJECTION], start_params()[PROJECTION])
+
+
+def test_g03_what_is_saved_after_a_private_round_is_what_the_run_has(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, exchange=private(CENTRAL), training=TrainingSettings(rounds=1, local_steps=2))
+    found = with_accounting(toy)
+    saved, _ = read_tensors(tmp_path / "final" / "params.safetensors")
+    assert equal(saved, found)
+    problem = Regression("dan", 7)
+    batch = next(problem.batches("probe", 1))
+    assert float(problem.loss(saved, batch)) == float(problem.loss(found, batch))
+    assert float(problem.loss(saved, batch)) != float(problem.loss(start_params(), batch))
+
+
+def test_g10_a_pickle_in_somebodys_checkpoint_is_never_opened(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, training=TrainingSettings(rounds=1, local_steps=1))
+    toy.run()
+    place = tmp_path / "checkpoints/round-1"
+    trap = b"cos\nsystem\n(S'touch " + str(tmp_path / "opened").encode() + b"'\ntR."
+    (place / "server.safetensors").write_bytes(trap)
+    facts = json.loads((place / "state.json").read_text())
+    facts["files"]["server.safetensors"] = hashlib.sha256(trap).hexdigest()
+    (place / "state.json").write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="damaged"):
+        toy.run()
+    assert not (tmp_path / "opened").exists()
+
+
+def test_two_arms_with_a_fixed_seed_do_not_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    spent = [begin_privacy(CENTRAL, 9, arm) for arm in ("", "arms/federated-lora", "")]
+    assert spent[0] == spent[2] != spent[1]
+
+
+def test_a_delta_that_promises_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    with pytest.raises(SettingsError, match="below 1 / 200"):
+        begin_privacy(CENTRAL.model_copy(update={"delta": 0.005}), 200)
+    assert begin_privacy(CENTRAL.model_copy(update={"delta": 0.004}), 200) is not None

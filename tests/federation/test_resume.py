@@ -13,6 +13,7 @@ from federation_toys import SIZES, Bench, own_settings, start_params
 from fednl.errors import CheckpointError
 from fednl.federation import checkpoint as checkpoint_module
 from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.exchange import PLAIN, Exchange, TrafficSettings
 from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -206,6 +207,16 @@ def test_other_settings_do_not_go_on_from_these_checkpoints(tmp_path: Path, chan
     toy.run(stop_after=1)
     change(toy)
     with pytest.raises(CheckpointError, match=f"have {key} = "):
+        toy.run()
+
+
+@pytest.mark.parametrize("first", [PLAIN, Exchange(TrafficSettings(up="float16"))])
+def test_neither_going_over_to_another_traffic_nor_back_goes_unseen(tmp_path: Path, first: Exchange) -> None:
+    toy = bench(tmp_path / "run")
+    toy.exchange = first
+    toy.run(stop_after=1)
+    toy.exchange = Exchange(TrafficSettings(up="float16")) if first == PLAIN else PLAIN
+    with pytest.raises(CheckpointError, match="traffic"):
         toy.run()
 
 

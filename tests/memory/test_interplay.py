@@ -114,6 +114,27 @@ def test_tied_and_untied_embeddings_stay_as_they_are(tied: bool) -> None:
     assert torch.equal(detach_memory(model)(ids).logits, expected)
 
 
+def test_a_projection_that_lets_no_gradient_through_is_named() -> None:
+    """What bitsandbytes' 4-bit weights become on a CPU after a pass without gradients; the rules would not learn."""
+    model, ids = with_memory("llama"), tokens(2, 12)
+
+    class Deaf(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(x.detach())
+            return out
+
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = Deaf(attention.o_proj)
+    with pytest.raises(BackboneError, match=r"Layer 1: its output projection \(Deaf\) lets no gradient through"):
+        model(ids, labels=ids, use_cache=False)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rules_train_on_a_quantised_backbone(bits: int, tmp_path: Any) -> None:
@@ -143,3 +164,6 @@ def test_rules_train_on_a_quantised_backbone(bits: int, tmp_path: Any) -> None:
         parts = torch.cat([model(piece, cache=cache).logits for piece in ids.split([7, 13], 1)], 1)
     # 8-bit products round their inputs by what else is in the pass.
     assert (parts - whole).norm() < 0.05 * whole.norm()
+    if bits == 4 and model.model.layers[0].self_attn.o_proj.support_avx512bf16_for_cpu:
+        with pytest.raises(BackboneError, match=r"Linear4bit\) lets no gradient through, .* call model\.train\(\)"):
+            model(ids, labels=ids, use_cache=False)

@@ -10,6 +10,8 @@ import torch
 
 from fednl.data.fillers import load_filler
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory, closed, detach_memory, rules
+from fednl.memory.prefix import PrefixCache
+from fednl.memory.settings import PrefixSettings
 from fednl.models.backbone import load_backbone
 from fednl.models.settings import BackboneSettings
 
@@ -110,3 +112,25 @@ def test_the_cache_stays_the_same_size(model: Any, ids: torch.Tensor) -> None:
         sizes.append(cache.size_bytes())
     assert len(set(sizes)) == 1
     assert cache.state_bytes() == 12 * 3 * 64 * 64 * 4
+
+
+def test_a_kept_prefix_gives_the_losses_and_gradients_of_whole_passes(model: Any, ids: torch.Tensor) -> None:
+    cache = PrefixCache(model, PrefixSettings(cache="memory"))
+    batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids[:, :240].split(120, 1)]
+    found = []
+    for batch in (*batches, *batches):
+        with torch.enable_grad(), cache.over(batch):
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(rules(model).values()))])
+    assert (cache.layer, cache.whole, cache.given) == (8, 2, 2)
+    torch.testing.assert_close(found[2:], found[:2], atol=0, rtol=0)
+
+
+def test_ttt_linear_and_convolutions_are_the_same_in_pieces(backbone: Any, ids: torch.Tensor) -> None:
+    settings: dict[str, Any] = {"rule": "ttt-linear", "conv_tokens": 4, "gate": "head", "read_norm": True}
+    model = attach_memory(backbone.model, MemoryConfig(layers="last:5", **settings))
+    with torch.no_grad():
+        whole, cache = model(ids[:, :100], use_cache=False).logits, MemoryCache(model)
+        parts = [model(piece, cache=cache).logits for piece in ids[:, :100].split([37, 1, 1, 61], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=5e-3, rtol=1e-3)
+    detach_memory(model)

@@ -78,7 +78,7 @@ class NeedleExample:
         removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
         further: (question, answer) tokens of more questions about the same haystack, which training may ask
             after the first answer.
-        task: in a stream of tasks, which of them it belongs to; else empty.
+        task: where a client holds several kinds of data, or a stream of them, which of these; else empty.
     """
 
     client: str

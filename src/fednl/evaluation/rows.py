@@ -65,7 +65,8 @@ def result_rows(
         pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
             without such a client is left out.
         chance: how often guessing is right.
-        groups: `head`, `middle` and `tail` -> clients, where clients' training examples make a long tail.
+        groups: `head`, `middle` and `tail` -> clients, or the kinds of data that outcomes name as their task, where
+            training examples make a long tail.
         resamples: bootstrap resamples per interval.
 
     Raises:
@@ -167,8 +168,19 @@ def _arm_rows(
     macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
     outcomes = [value for found in values.values() for value in found]
     rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
-    cohort = cohort_rows(values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples)
+    kinds = _values(_by_kind(clients), metric)
+    own = kinds if any(name in kinds for names in groups.values() for name in names) else None
+    cohort = cohort_rows(
+        values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples, kinds=own
+    )
     return rows + [{"method": arm, "metric": metric} | row for row in cohort]
+
+
+def _by_kind(clients: Clients) -> dict[str, list[Outcome]]:
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in (one for found in clients.values() for one in found if one.task):
+        kinds.setdefault(outcome.task, []).append(outcome)
+    return kinds
 
 
 def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:

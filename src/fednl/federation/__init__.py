@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednl.federation.algorithms import ALGORITHMS as ALGORITHMS
     from fednl.federation.algorithms import PRESETS as PRESETS
+    from fednl.federation.exchange import Exchange as Exchange
     from fednl.federation.local import LocalPlan as LocalPlan
     from fednl.federation.local import Problem as Problem
     from fednl.federation.local import train_locally as train_locally
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fednl.federation.params import Params as Params
     from fednl.federation.settings import FederationSettings as FederationSettings
     from fednl.federation.settings import TrainingSettings as TrainingSettings
+    from fednl.federation.sharing import take_part as take_part
     from fednl.federation.transport import InProcessTransport as InProcessTransport
     from fednl.federation.transport import Reply as Reply
     from fednl.federation.transport import Transport as Transport
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _FILE_OF = {
     "ALGORITHMS": "algorithms",
     "ClientState": "params",
+    "Exchange": "exchange",
     "FederationSettings": "settings",
     "InProcessTransport": "transport",
     "LocalPlan": "local",
@@ -39,6 +42,7 @@ _FILE_OF = {
     "Transport": "transport",
     "WorkerPool": "workers",
     "run_rounds": "loop",
+    "take_part": "sharing",
     "train_locally": "local",
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
+from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
@@ -18,9 +18,10 @@ from fednl.federation.lora_ranks import Ranks, check_lora
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
-from fednl.federation.privacy import PrivateRound, PrivateSum, spent_epsilon
+from fednl.federation.privacy import PrivateRound, PrivateSum
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
 from fednl.federation.validate import Wanted
 from fednl.runs import Run
@@ -197,7 +198,7 @@ def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> Lora
 def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
     """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
     number, shared = message.round, message.params
-    progress = _Steps(fed, number, asked)
+    progress = Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
     if isinstance(combiner, MaskedMean):
         masked = MaskedRound(fed, message, _deadline_s(fed, number))
@@ -285,34 +286,3 @@ def _deadline_s(fed: Federation, number: int) -> float | None:
     if not fed.settings.deadline_s:
         return None
     return fed.settings.deadline_s + (fed.settings.warm_up_s if number == fed.first_round else 0.0)
-
-
-class _Steps:
-    """Turns what clients say while they work into events with the run's steps done and to do."""
-
-    def __init__(self, fed: Federation, number: int, asked: list[str]) -> None:
-        self._fed, self._number = fed, number
-        self._steps = dict.fromkeys(asked, 0)
-        per_round = fed.asked_per_round * fed.training.local_steps
-        self._before, self._total = (number - 1) * per_round, fed.training.rounds * per_round
-        self._answered = 0
-
-    def step(self, client: str, facts: dict[str, Any]) -> None:
-        self._steps[client] = int(facts.get("step", 0))
-        self._tell("step", client, facts, done=self._done(), total=self._total)
-
-    def client_done(self, client: str, ledger: Ledger) -> None:
-        self._steps[client] = self._fed.training.local_steps
-        self._answered += 1
-        row = next(row for row in ledger.rows() if row["name"] == client)
-        facts: dict[str, Any] = {
-            key: row[key] for key in ("status", "reason", "num_examples", "loss", "seconds_s") if key in row
-        }
-        self._tell("client-done", client, facts, done=self._answered, total=len(self._steps))
-
-    def _done(self) -> int:
-        return self._before + sum(self._steps.values())
-
-    def _tell(self, event: str, client: str, facts: Mapping[str, Any], done: int, total: int) -> None:
-        rounds = self._fed.training.rounds
-        self._fed.tell(event, round=self._number, rounds=rounds, client=client, **facts, done=done, total=total)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fednl.errors import CheckpointError
+from fednl.federation.accounting import Spent, begin_privacy
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import load_newest, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
-from fednl.federation.privacy import Spent, begin_privacy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.secure import forget
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -187,7 +187,8 @@ def begin(fed: Federation, params: Params) -> Point:
     private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
     start = {f"private/{name}": params[name] for name in private}
     fed.transport.restore({client: copy(start) for client in fed.transport.clients()})
-    return Point(0, copy(params), fed.algorithm.opening(params), spent=begin_privacy(fed.exchange.privacy))
+    spent = begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder)
+    return Point(0, copy(params), fed.algorithm.opening(params), spent=spent)
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
@@ -196,11 +197,13 @@ def resume(fed: Federation, params: Params) -> Point | None:
     checkpoint = load_newest(folder)
     if checkpoint is None:
         return None
-    then = checkpoint.state["identity"]
-    for key, value in fed.identity().items():
-        if then.get(key, value) != value:  # a key that the version before did not know is no difference
+    now = fed.identity()
+    # Checkpoints from before there was a quarantine go on under today's.
+    then = {"quarantine": now["quarantine"], **checkpoint.state["identity"]}
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
             raise CheckpointError(
-                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {value}: resume with "
+                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {now.get(key)}: resume with "
                 "the settings of that run, or start a new one."
             )
     if checkpoint.round > fed.training.rounds:

@@ -14,16 +14,14 @@ Source: Bonawitz et al. 2017 (CCS), figure 4 without the signatures of its activ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import torch
 
 from fednl.errors import MessageError
+from fednl.federation.exchange import FEWEST_MASKED
 from fednl.federation.masking import (
     KEY_BYTES,
     SHARE_BYTES,
     agree,
-    join,
     mask,
     new_secret,
     public_key,
@@ -36,11 +34,8 @@ from fednl.federation.params import ClientState, Params
 STAGES = ("secure-keys", "secure-shares", "secure-masked", "secure-opened")
 """What a message's `coding` says in each exchange."""
 
-FEWEST = 3
-"""Of two clients, each would learn the other's change from the sum."""
-
 SEALED_BYTES = 2 * SHARE_BYTES + 32
-_MODULUS = 2**32
+MODULUS = 2**32
 _PREFIX = "secure/"
 
 
@@ -88,8 +83,8 @@ def hold(change: Params, state: ClientState, round: int) -> tuple[Params, Client
     """
     secret = [new_secret(), new_secret(), new_secret()]
     flat = torch.cat([change[name].detach().double().reshape(-1) for name in sorted(change)])
-    keys = torch.stack([_tensor(public_key(one)) for one in secret[:2]])
-    held = {"change": flat, "secrets": torch.stack([_tensor(one) for one in secret]), "round": torch.tensor(round)}
+    keys = torch.stack([as_tensor(public_key(one)) for one in secret[:2]])
+    held = {"change": flat, "secrets": torch.stack([as_tensor(one) for one in secret]), "round": torch.tensor(round)}
     return {_PREFIX + "keys": keys}, {**forget(state), **{_PREFIX + name: value for name, value in held.items()}}
 
 
@@ -138,37 +133,37 @@ def answer(stage: str, received: Params, state: ClientState, round: int, range: 
 def _share(own: Params, given: Params) -> tuple[Params, Params]:
     keys, position = given["keys"], int(given["position"])
     count = len(keys)
-    if count < FEWEST or not 0 <= position < count:
+    if count < FEWEST_MASKED or not 0 <= position < count:
         raise ValueError("too few clients for a sum")
-    sealing, masking, seed = (_bytes(row) for row in own["secrets"])
-    if _bytes(keys[position][0]) != public_key(sealing) or _bytes(keys[position][1]) != public_key(masking):
+    sealing, masking, seed = (as_bytes(row) for row in own["secrets"])
+    if as_bytes(keys[position][0]) != public_key(sealing) or as_bytes(keys[position][1]) != public_key(masking):
         raise ValueError("another one's place")
     parts = zip(split(seed, count, threshold(count)), split(masking, count, threshold(count)), strict=True)
     letters = torch.zeros(count, SEALED_BYTES, dtype=torch.uint8)
     kept = torch.zeros(2 * SHARE_BYTES, dtype=torch.uint8)
     for other, (of_seed, of_key) in enumerate(parts):
         if other == position:
-            kept = _tensor(of_seed + of_key)
+            kept = as_tensor(of_seed + of_key)
         else:
-            key = agree(sealing, _bytes(keys[other][0]), "seal")
-            letters[other] = _tensor(seal(key, of_seed + of_key, _label(position, other)))
+            key = agree(sealing, as_bytes(keys[other][0]), "seal")
+            letters[other] = as_tensor(seal(key, of_seed + of_key, _label(position, other)))
     return {"shares": letters}, {**own, "keys": keys, "position": torch.tensor(position), "kept": kept}
 
 
 def _masked(own: Params, given: Params, range: float) -> tuple[Params, Params]:
     letters, present = given["shares"], _places(given["present"])
     count, position = len(own["keys"]), int(own["position"])
-    if position not in present or len(present) < max(FEWEST, threshold(count)):
+    if position not in present or len(present) < max(FEWEST_MASKED, threshold(count)):
         raise ValueError("too few clients for a sum")
     total = to_numbers(own["change"], range, count)
-    total = total + mask(_bytes(own["secrets"][2]), len(total))
-    masking = _bytes(own["secrets"][1])
+    total = total + mask(as_bytes(own["secrets"][2]), len(total))
+    masking = as_bytes(own["secrets"][1])
     for other in present:
         if other != position:
-            pair = mask(agree(masking, _bytes(own["keys"][other][1]), "mask"), len(total))
+            pair = mask(agree(masking, as_bytes(own["keys"][other][1]), "mask"), len(total))
             total = total + (pair if position < other else -pair)
     left = {name: value for name, value in own.items() if name != "change"}
-    return {"masked": _wrapped(total)}, {**left, "letters": letters, "present": given["present"]}
+    return {"masked": wrapped(total)}, {**left, "letters": letters, "present": given["present"]}
 
 
 def _opened(own: Params, given: Params) -> tuple[Params, Params]:
@@ -176,91 +171,16 @@ def _opened(own: Params, given: Params) -> tuple[Params, Params]:
     count, position = len(own["keys"]), int(own["position"])
     if not came <= present or len(came) < threshold(count):
         raise ValueError("too few clients for a sum")
-    sealing = _bytes(own["secrets"][0])
+    sealing = as_bytes(own["secrets"][0])
     opened = torch.zeros(count, SHARE_BYTES, dtype=torch.uint8)
     for other in present:
         if other == position:
-            letter = _bytes(own["kept"])
+            letter = as_bytes(own["kept"])
         else:
-            key = agree(sealing, _bytes(own["keys"][other][0]), "seal")
-            letter = unseal(key, _bytes(own["letters"][other]), _label(other, position))
-        opened[other] = _tensor(letter[:SHARE_BYTES] if other in came else letter[SHARE_BYTES:])
+            key = agree(sealing, as_bytes(own["keys"][other][0]), "seal")
+            letter = unseal(key, as_bytes(own["letters"][other]), _label(other, position))
+        opened[other] = as_tensor(letter[:SHARE_BYTES] if other in came else letter[SHARE_BYTES:])
     return {"opened": opened}, {}
-
-
-class MaskedSum:
-    """The server's side: adds masked numbers as they come, and takes the masks off the sum.
-
-    Args:
-        keys: by client that showed them, `[2, 256]` uint8.
-        rules: the shared rules, whose layout the sum gets.
-        range: the largest change of one number that can be sent.
-    """
-
-    def __init__(self, keys: Mapping[str, torch.Tensor], rules: Params, range: float) -> None:
-        self.clients = sorted(keys)
-        self._keys, self._rules, self._range = keys, rules, range
-        self._total = torch.zeros(sum(value.numel() for value in rules.values()) + 1, dtype=torch.int64)
-        self._came: list[str] = []
-
-    @property
-    def needed(self) -> int:
-        """How many clients must be there at the end."""
-        return max(threshold(len(self.clients)), 2)
-
-    def add(self, client: str, masked: torch.Tensor) -> None:
-        """Adds one client's masked numbers; they say nothing by themselves, and are not kept."""
-        self._total = (self._total + masked.long()) % _MODULUS
-        self._came.append(client)
-
-    def places(self, clients: Iterable[str]) -> torch.Tensor:
-        """Gives which of the clients that showed keys are among `clients`, as uint8 `[clients]`."""
-        those = set(clients)
-        return torch.tensor([client in those for client in self.clients], dtype=torch.uint8)
-
-    def letters(self, shares: Mapping[str, torch.Tensor], receiver: str) -> torch.Tensor:
-        """Gives the sealed letters to one client, a row for each sender; zeros where none was written."""
-        at, none = self.clients.index(receiver), torch.zeros(SEALED_BYTES, dtype=torch.uint8)
-        return torch.stack([shares[sender][at] if sender in shares else none for sender in self.clients])
-
-    def result(self, opened: Mapping[str, torch.Tensor], present: Iterable[str]) -> tuple[Params, int]:
-        """Takes the masks off.
-
-        Args:
-            opened: by client still there, what it opened; at least `needed` of them.
-            present: the clients that had written letters.
-
-        Returns:
-            The sum of the changes, float64, and how many single numbers were cut to the range.
-
-        Raises:
-            ValueError: the shares do not belong together, or the masks do not come off.
-        """
-        size, total = len(self._total), self._total
-        index = {client: at for at, client in enumerate(self.clients)}
-        for client in present:
-            givers = sorted(opened.items())[: self.needed]
-            secret = join({index[giver]: _bytes(rows[index[client]]) for giver, rows in givers})
-            if client in self._came:
-                total = total - mask(secret, size)
-                continue
-            if public_key(secret) != _bytes(self._keys[client][1]):
-                raise ValueError("shares of another key")
-            for other in self._came:
-                pair = mask(agree(secret, _bytes(self._keys[other][1]), "mask"), size)
-                total = total + (-pair if other < client else pair)
-        numbers = _wrapped(total).double()
-        if float(numbers.abs().max()) > len(self._came) * steps_per_range(len(self.clients)):
-            raise ValueError("no sum of such numbers")
-        return self._to_changes(numbers)
-
-    def _to_changes(self, numbers: torch.Tensor) -> tuple[Params, int]:
-        values, changes, at = numbers[:-1] * (self._range / steps_per_range(len(self.clients))), {}, 0
-        for name in sorted(self._rules):
-            size = self._rules[name].numel()
-            changes[name] = values[at : at + size].reshape(self._rules[name].shape)
-            at += size
-        return changes, int(numbers[-1])
 
 
 def to_numbers(change: torch.Tensor, range: float, clients: int) -> torch.Tensor:
@@ -285,9 +205,9 @@ def resolution(range: float, clients: int) -> float:
     return 0.5 * range / steps_per_range(clients)
 
 
-def _wrapped(total: torch.Tensor) -> torch.Tensor:
+def wrapped(total: torch.Tensor) -> torch.Tensor:
     """Modulo 2^32, as int32 from -2^31."""
-    return ((total + 2**31) % _MODULUS - 2**31).to(torch.int32)
+    return ((total + 2**31) % MODULUS - 2**31).to(torch.int32)
 
 
 def _places(present: torch.Tensor) -> set[int]:
@@ -298,9 +218,11 @@ def _label(sender: int, receiver: int) -> bytes:
     return f"{sender}>{receiver}".encode("ascii")
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """Gives the bytes of a tensor of bytes."""
     return bytes(tensor.contiguous().numpy().tobytes())
 
 
-def _tensor(content: bytes) -> torch.Tensor:
+def as_tensor(content: bytes) -> torch.Tensor:
+    """Gives bytes as a tensor of their own."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

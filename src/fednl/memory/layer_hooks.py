@@ -6,12 +6,14 @@ ends it. The projections' hooks see no keyword arguments; they find it as the in
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -66,7 +68,7 @@ class Site:
         self.rotary = rotary_kind(decoder, attention)
         self.names = (*self.family.sources, self.family.output)
         self.bound: dict[str, nn.Module] = {}
-        self.handles: dict[str, Any] = {}
+        self.handles: dict[str, list[Any]] = {}
         self.outer = [
             attention.register_forward_pre_hook(self._enter, with_kwargs=True),
             attention.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -75,7 +77,7 @@ class Site:
 
     def remove(self) -> None:
         """Takes every hook off, and the layer's memory."""
-        for handle in [*self.outer, *self.handles.values()]:
+        for handle in itertools.chain(self.outer, *self.handles.values()):
             handle.remove()
         if self.index in self.owner.layers:
             del self.attention.memory
@@ -137,12 +139,13 @@ class Site:
     def _bind_one(self, name: str, projection: nn.Module) -> None:
         if self.bound.get(name) is projection:  # another thread was faster
             return
-        if name in self.handles:
-            self.handles[name].remove()
+        for handle in self.handles.get(name, ()):
+            handle.remove()
         if name == self.family.output:
-            self.handles[name] = projection.register_forward_pre_hook(self._mix)
+            let_through = projection.register_forward_hook(self._check_gradient)
+            self.handles[name] = [projection.register_forward_pre_hook(self._mix), let_through]
         else:
-            self.handles[name] = projection.register_forward_hook(partial(self._capture, name))
+            self.handles[name] = [projection.register_forward_hook(partial(self._capture, name))]
         self.bound[name] = projection
 
     @uncompiled
@@ -150,6 +153,19 @@ class Site:
         frame = self._frame()
         if frame is not None:
             frame.raw |= self.family.parts(name, output, self.heads)
+
+    def _check_gradient(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Raises `BackboneError` where the output projection lets no gradient through to what the memory gave it."""
+        if not torch.is_grad_enabled() or not args[0].requires_grad:
+            return
+        # bitsandbytes packs 4-bit weights for inference at the first pass without gradients, and they stay so.
+        packed = getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False)
+        if packed or not output.requires_grad:
+            raise BackboneError(
+                f"Layer {self.index}: its output projection ({type(module).__name__}) lets no gradient through, so the "
+                "rules would not learn; 4-bit weights on a CPU are so after a pass without gradients: load the model "
+                "anew and call model.train() before any pass."
+            )
 
     @uncompiled
     def _mix(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -13,7 +13,7 @@ from fednl.memory.compiled import uncompiled
 from fednl.memory.families import family_of, last_position, rotaries
 from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
-from fednl.memory.packed import Packing, find_packing
+from fednl.memory.pass_input import check_positions, counted, documents, given_tokens, padding
 from fednl.memory.sites import Attachment, check_trains
 from fednl.memory.window import PassContext, window_context
 
@@ -54,47 +54,23 @@ def begin_pass(
     """
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     call: list[PassContext] | None = kwargs.pop(CALL, None)
-    given = [kwargs[name] for name in ("inputs_embeds", "input_ids") if kwargs.get(name) is not None]
-    if len(given) != 1:
+    given = given_tokens(kwargs)
+    if given is None:
         return None  # the decoder says so itself
-    batch, tokens = given[0].shape[:2]
-    device = given[0].device
-    if batch == 0 or tokens == 0:
-        raise BackboneError(f"The input has {batch} rows of {tokens} tokens; memory needs at least one of each.")
     check_trains(owner)
-    packing = _documents(kwargs, batch, tokens, device)
+    (batch, tokens), device = given.shape[:2], given.device
+    packing = documents(kwargs, batch, tokens, device)
     if packing is not None:
         kwargs = packing.unpack(kwargs)
         batch, tokens = packing.source.shape
     cache = _own_cache(owner, kwargs, names)
-    past = 0 if cache is None else cache.seen_tokens
-    keep = _padding(kwargs.get("attention_mask"), batch, tokens, past, device)
+    keep = padding(kwargs.get("attention_mask"), batch, tokens, 0 if cache is None else cache.seen_tokens, device)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
-    before = torch.zeros(batch, dtype=torch.int64, device=device)
-    if cache is not None and cache.counts is not None:
-        before = cache.counts
-        if before.device != device:
-            raise BackboneError(
-                f"The cache is on device {before.device} but the input on {device}; start the conversation anew there."
-            )
-        if before.shape[0] != batch:
-            raise BackboneError(f"The cache holds {before.shape[0]} rows but the input has {batch}.")
+    before = counted(cache, batch, device)
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
-    _check_positions(owner, index)
+    check_positions(owner, index)
     context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call, packing)
-    if owner.given is not None:
-        if cache is not None or packing is not None:
-            raise BackboneError(
-                "A pass that begins above the frozen layers can go on with no conversation and unpack no documents; "
-                "say use_cache = False, or leave the prefix cache out."
-            )
-        context.source = owner.given.source
-    if owner.config.window_tokens:
-        _put_window(owner, context, kwargs)
-    elif cache is not None:
-        _whole_mask(kwargs, cache, real)
-    if owner.config.window_tokens or last_position(owner.decoder) is not None:
-        _count_positions(kwargs, index)
+    _prepare(owner, context, kwargs, real)
     if cache is not None:
         cache.in_pass = True
     kwargs[CONTEXT] = context
@@ -149,14 +125,22 @@ def _commit(context: PassContext) -> None:
     cache.commit(context.counts, positions, padded, context.index.shape[1])
 
 
-def _check_positions(owner: Attachment, index: Tensor) -> None:
-    """Raises `BackboneError` where a row is longer than the backbone has position embeddings."""
-    last = last_position(owner.decoder)
-    if last is not None and int(index.max()) >= last:
-        raise BackboneError(
-            f"A row reaches {int(index.max()) + 1} tokens, but this backbone has position embeddings for {last} only; "
-            "use a backbone with rotary embeddings for longer conversations."
-        )
+def _prepare(owner: Attachment, context: PassContext, kwargs: dict[str, Any], real: Tensor) -> None:
+    """Puts what attention needs into the context and the decoder's arguments."""
+    cache = context.cache
+    if owner.given is not None:
+        if cache is not None or context.packing is not None:
+            raise BackboneError(
+                "A pass that begins above the frozen layers can go on with no conversation and unpack no documents; "
+                "say use_cache = False, or leave the prefix cache out."
+            )
+        context.source = owner.given.source
+    if owner.config.window_tokens:
+        _put_window(owner, context, kwargs)
+    elif cache is not None:
+        _whole_mask(kwargs, cache, real)
+    if owner.config.window_tokens or last_position(owner.decoder) is not None:
+        _count_positions(kwargs, context.index)
 
 
 def _put_window(owner: Attachment, context: PassContext, kwargs: dict[str, Any]) -> None:
@@ -229,45 +213,3 @@ def _runs_again(owner: Attachment) -> bool:
     return torch.is_grad_enabled() and any(
         block.training and getattr(block, "gradient_checkpointing", False) for block in blocks
     )
-
-
-def _padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device) -> Tensor | None:
-    """Which of the new tokens are real, `[batch, tokens]` bool, or `None` if all are."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise BackboneError(f"attention_mask is a {type(mask).__name__}; memory needs a tensor [batch, tokens].")
-    if list(mask.shape) not in ([batch, tokens], [batch, past + tokens]):
-        raise BackboneError(
-            f"attention_mask has shape {list(mask.shape)}; memory needs [batch, tokens] = [{batch}, {tokens}], "
-            f"or [{batch}, {past + tokens}] with the {past} tokens already given."
-        )
-    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
-        raise BackboneError(
-            "attention_mask holds numbers other than 0 (padding) and 1 (real); memory needs which tokens are real, not "
-            "what is added to scores."
-        )
-    keep: Tensor = mask[:, -tokens:].to(device).bool()
-    return None if bool(keep.all()) else keep
-
-
-def _documents(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.device) -> Packing | None:
-    """Takes `doc_ids` out of the arguments, and finds where the rows' documents are if they have several.
-
-    Raises:
-        BackboneError: they have, and a cache is given or asked for.
-    """
-    doc_ids, positions = kwargs.pop("doc_ids", None), kwargs.get("position_ids")
-    if doc_ids is None and positions is None:
-        return None
-    given = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-    past = given.get_seq_length() if isinstance(given, Cache) else 0
-    keep = _padding(kwargs.get("attention_mask"), batch, tokens, past, device)
-    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
-    packing = find_packing(doc_ids, positions, real)
-    if packing is not None and (given is not None or kwargs.get("use_cache")):
-        raise BackboneError(
-            "doc_ids, or position_ids that start again, put several documents into one row, which can be no "
-            "conversation; leave the cache out and say use_cache = False, or give one document a row."
-        )
-    return packing

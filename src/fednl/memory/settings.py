@@ -210,3 +210,24 @@ def _spans(layers: str) -> list[tuple[int, int]]:
     """First and last layer of each part of a list such as `"8,9,14-23"`."""
     parts = (part.partition("-") for part in layers.split(","))
     return [(int(first), int(last or first)) for first, _, last in parts]
+
+
+def check_prefix(prefix: PrefixSettings, memory: MemoryConfig, lora_rank: int) -> None:
+    """Refuses to keep a frozen prefix where settings alone tell that there is none.
+
+    Raises:
+        SettingsError: memory is in all layers or in layer 0, or a LoRA trains beside it.
+    """
+    if prefix.cache == "off":
+        return
+    first = min(_spans(memory.layers))[0] if memory.layers[0].isdigit() else None
+    if memory.layers in ("all", "every:1") or first == 0:
+        raise SettingsError(
+            f'[prefix] cache = "{prefix.cache}": with [memory] layers = "{memory.layers}" layer 0 trains, and below it '
+            'there is nothing to keep; put memory into upper layers only, or set cache = "off".'
+        )
+    if lora_rank:
+        raise SettingsError(
+            f'[prefix] cache = "{prefix.cache}": [lora] rank = {lora_rank} trains in all layers, so that none stays as '
+            'it is; set rank = 0, or cache = "off".'
+        )

@@ -241,10 +241,13 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
+    if data.get("dirichlet-alpha"):
+        parts.append(f"kinds dealt by Dirichlet {data['dirichlet-alpha']:g}")
     if data.get("imbalance", 1) > 1:
         parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
-    parts.append(f"examples per client: {', '.join(counts)}" if counts else "")
+    whose = "client and task" if _section(config, "tasks").get("order") else "client"
+    parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
     own = _section(config, str(data.get("task", "")))
     if own:
         words = (f"{key} {escape(Path(value).name if key == 'source' else value)}" for key, value in own.items())
