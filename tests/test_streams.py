@@ -129,6 +129,15 @@ def test_a_stream_stopped_between_tasks_or_while_measured_resumes_to_the_same_ro
         assert (run.path / "results" / name).read_text() == (whole.path / "results" / name).read_text()
 
 
+def test_a_stream_without_test_questions_is_trained_and_has_no_rows(backbone: Path, tmp_path: Path) -> None:
+    one = {"order": ["passkey"]}
+    data = {"clients": 1, "train": 2, "validation": 0, "test": 0}
+    arms = {"arms": ["federated"]}
+    run = train(stream(backbone, data=data, tasks=one, training={"rounds": 1}, evaluation=arms), tmp_path / "run")
+    assert run.read_json("results/stream.json")["rows"] == []
+    assert "## Stream of tasks" in report([run.path])
+
+
 def test_settings_that_do_not_add_up_are_refused_before_anything_is_loaded(backbone: Path) -> None:
     with pytest.raises(SettingsError, match=r"3 tasks of 2 rounds, but \[training\] rounds = 3; set rounds = 6"):
         stream(backbone, tasks={**TASKS, "rounds-per-task": 2})

@@ -44,7 +44,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
     path = folder / f"{NAME}{OUTCOMES}"
     found = earlier(path, on_event)
     arms: dict[str, list[list[Outcome]]] = {}
-    for arm in filter(_shows_the_rules, config.evaluation.arms):
+    for arm in [arm for arm in config.evaluation.arms if _shows_the_rules(arm) and arm in final]:
         answering = dict.fromkeys(outcome.client for outcome in final[arm])
         for place, round in enumerate(config.tasks.last_rounds[:-1], 1):
             tasks = {client: stream.tasks_of(client)[:place] for client in answering}

@@ -56,7 +56,9 @@ def stream_rows(
     for arm, afters in arms.items():
         for metric in STREAM_METRICS:
             table = _table(arm, afters, orders, metric)
-            common = {"method": arm, "client": MACRO, "seed": seed, "tokens": tokens, "clients": len(orders)}
+            # A held-out client has no local-only rules, so an arm may be answered by fewer clients than there are.
+            answering = len(table[1][1])
+            common = {"method": arm, "client": MACRO, "seed": seed, "tokens": tokens, "clients": answering}
             rows += [common | row for row in _cells(table, metric, seed, resamples)]
             if len(afters) > 1:
                 rows += [common | row for row in _summaries(table, metric, seed, resamples)]

@@ -96,4 +96,6 @@ def _cell(row: Row | None, metric: str) -> str:
 def _behind(rows: Sequence[Row], metric: str) -> str:
     counts = sorted({row["n"] for row in rows if row["metric"] == metric})
     chances = [f"; chance {percent(chance)}" for chance in sorted({row["chance"] for row in rows if "chance" in row})]
-    return f"n = {', '.join(map(str, counts))} questions a cell, over {rows[0]['clients']} clients{''.join(chances)}."
+    clients = sorted({row["clients"] for row in rows})
+    over = f"over {' or '.join(map(str, clients))} clients{''.join(chances)}"
+    return f"n = {', '.join(map(str, counts))} questions a cell, {over}."
