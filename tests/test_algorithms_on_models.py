@@ -60,7 +60,7 @@ def outcome(bench: Bench, kind: str, folder: Path) -> tuple[Params, dict[str, Cl
     algorithm = ALGORITHMS[kind](config.method_settings, config.federation.shared)
     folder.mkdir(parents=True)
     params = run_rounds(
-        algorithm, transport, bench.start("memory"), config.federation, config.training, Run(folder), seed=0
+        algorithm, transport, bench.start("own"), config.federation, config.training, Run(folder), seed=0
     )
     return params, transport.states(), sent
 
@@ -75,7 +75,7 @@ def test_real_rules_are_trained_and_only_the_allow_list_leaves_a_client(
     allowed = set(algorithm.shared(params))
     assert all(set(message.params) == allowed for message in sent)
     assert all(set(message.extra) <= set(algorithm.extra(message.params)) for message in sent)
-    start = benches[family].start("memory")
+    start = benches[family].start("own")
     own = personal(params, states["passkey"])
     moved = {name for name in start if not torch.equal(own[name], start[name])}
     assert {name.split(".")[-2] for name in moved} >= {"write", "gate", "q_proj"}

@@ -65,7 +65,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
 def _shows_the_rules(arm: str) -> bool:
     """Whether an arm answers with rules that were trained here, and with nothing taken away from them."""
     view = VIEWS[arm]
-    return view.rules in TRAINED and not view.removed and not view.zeroed
+    return view.rules in TRAINED and view.prompt == "prompt_ids" and not view.zeroed
 
 
 def _rules_after(run: Run, arm: str, round: int, clients: list[str]) -> dict[str, Params]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fednl.evaluation.cohort import cohort_rows
-from fednl.evaluation.needles import result_rows
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import result_rows
 from fednl.report.cohort import cohort_table
 
 CLIENTS = {"ada": [1.0, 1.0, 0.0, 1.0], "bob": [0.0, 0.0, 0.0, 1.0], "cyd": [1.0, 0.0, 1.0, 0.0]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
@@ -19,7 +19,6 @@ from fednl.seeding import python_rng
 __all__ = [
     "ANSWERS",
     "CLIENTS",
-    "Build",
     "Event",
     "NeedleExample",
     "Splits",
@@ -29,7 +28,6 @@ __all__ = [
 ]
 
 ANSWERS = ("candidates", "recall", "letters")
-Build = Callable[[DataSettings, Tokenizer, int, str, int], dict[str, Splits]]
 
 
 def client_names(settings: DataSettings) -> list[str]:
@@ -51,7 +49,7 @@ def client_names(settings: DataSettings) -> list[str]:
 
 def build(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes every client's training, validation and test examples.
 
     A client is a kind of needle, or with `data.dirichlet-alpha` holds several kinds in shares of its own. An example
@@ -83,7 +81,7 @@ def build(
 
 def build_stream(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int, tasks: TasksSettings
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes the examples of clients who all meet the same kinds of needles, one kind after the other.
 
     Every example says which kind it is (`task`), and each client's are its own. Otherwise as `build`.
@@ -165,7 +163,7 @@ def _build(
     answer: str,
     seed: int,
     plan: _Plan,
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes the examples of clients, each of whom holds some kinds in an order."""
     if answer not in ANSWERS:
         raise SettingsError(f'evaluation.answer is "{answer}"; it must be one of: {", ".join(ANSWERS)}.')

@@ -1,6 +1,6 @@
 """How unequally clients fare: the worst of them, the spread, and head, middle and tail of a long tail.
 
-A row is as in `fednl.evaluation.needles`; its `client` is one of `COHORT`, and `of` names the clients, or kinds of
+A row is as in `fednl.evaluation.rows`; its `client` is one of `COHORT`, and `of` names the clients, or kinds of
 data, behind it. Imports no torch.
 """
 

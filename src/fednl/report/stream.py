@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.errors import CheckpointError
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.settings import ARMS
 from fednl.evaluation.stream import BACKWARD_TRANSFER, FORGETTING, STREAM_METRICS
 from fednl.federation.algorithms import ALGORITHMS
