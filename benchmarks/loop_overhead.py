@@ -27,7 +27,7 @@ from fednl.runs import Run
 
 def federated_round(bench: Bench, run: Run, number: int) -> float:
     """Processor seconds of one round of FedAvg over all clients."""
-    config, start = bench.config, bench.start("memory")
+    config, start = bench.config, bench.start("own")
     transport = InProcessTransport(bench.endpoint("federated"), {c: len(s.train) for c, s in bench.data.items()})
     algorithm = FedAvg(None, config.federation.shared)
     began_s = time.process_time()
@@ -40,7 +40,7 @@ def federated_round(bench: Bench, run: Run, number: int) -> float:
 def bare_round(bench: Bench, number: int) -> float:
     """Processor seconds of the same steps on the same batches, with nothing around them."""
     training = bench.config.training
-    live = bench.put(bench.start("memory"))
+    live = bench.put(bench.start("own"))
     began_s = time.process_time()
     for client in sorted(bench.data):
         optimizer = torch.optim.AdamW(live.values(), training.local_lr, weight_decay=0.0)
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     bench = Bench(settings(args.rounds, args.set))
-    bench.mount("memory")
+    bench.mount("own")
     bare_round(bench, 1)  # the first pass of a process costs more
     pairs = []
     with tempfile.TemporaryDirectory() as folder:

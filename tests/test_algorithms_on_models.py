@@ -60,7 +60,7 @@ def outcome(bench: Bench, kind: str, folder: Path) -> tuple[Params, dict[str, Cl
     algorithm = ALGORITHMS[kind](config.method_settings, config.federation.shared)
     folder.mkdir(parents=True)
     params = run_rounds(
-        algorithm, transport, bench.start("memory"), config.federation, config.training, Run(folder), seed=0
+        algorithm, transport, bench.start("own"), config.federation, config.training, Run(folder), seed=0
     )
     return params, transport.states(), sent
 
@@ -75,7 +75,7 @@ def test_real_rules_are_trained_and_only_the_allow_list_leaves_a_client(
     allowed = set(algorithm.shared(params))
     assert all(set(message.params) == allowed for message in sent)
     assert all(set(message.extra) <= set(algorithm.extra(message.params)) for message in sent)
-    start = benches[family].start("memory")
+    start = benches[family].start("own")
     own = personal(params, states["passkey"])
     moved = {name for name in start if not torch.equal(own[name], start[name])}
     assert {name.split(".")[-2] for name in moved} >= {"write", "gate", "q_proj"}
@@ -84,3 +84,15 @@ def test_real_rules_are_trained_and_only_the_allow_list_leaves_a_client(
     again, states_again, _ = outcome(benches[family], kind, tmp_path / "b")
     assert equal(again, params)
     assert all(equal(states_again[client], state) for client, state in states.items())
+
+
+@pytest.mark.parametrize("setup", ["memory", "lora"])
+def test_b08_what_is_trained_is_float32_over_a_bfloat16_backbone(tmp_path: Path, setup: Any) -> None:
+    small = {"data": {"clients": 1, "train": 1, "test": 1}, "lora": {"rank": 2, "targets": "q_proj,v_proj"}}
+    config = settings(tiny_backbone(tmp_path / "model"), **small)
+    bench = Bench(config.with_overrides(["backbone.dtype=bfloat16"]))
+    assert bench.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    start = bench.start(setup)
+    assert start and {tensor.dtype for tensor in start.values()} == {torch.float32}
+    live = bench.put(start)
+    assert all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in live.values())

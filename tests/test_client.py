@@ -32,7 +32,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch(backbone: Path) -> Non
         # Dates have answers of unlike lengths, so a mean of means would depend on who stands beside whom.
         lengths = {len(one.candidate_ids[one.gold]) for one in bench.data["name-date"].validation}
         assert len(lengths) > 1
-        loss, tokens = bench.validate("federated", "name-date", bench.start("memory"))
+        loss, tokens = bench.validate("federated", "name-date", bench.start("own"))
         assert tokens == sum(len(one.candidate_ids[one.gold]) for one in bench.data["name-date"].validation)
         losses.append(loss)
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
@@ -60,7 +60,7 @@ def test_training_over_a_kept_prefix_gives_the_same_losses(backbone: Path, keys:
     for cache in ("off", "memory"):
         bench = Bench(settings(backbone, memory={"keys": keys, "address-layer": 0}, prefix={"cache": cache}))
         endpoint, state = bench.endpoint("federated"), {}
-        message = Message(bench.start("memory"), round=1, client="passkey")
+        message = Message(bench.start("own"), round=1, client="passkey")
         found = losses[cache] = []
         for number in (1, 2):
             reply, state = endpoint("passkey", replace(message, round=number), state, lambda facts: None)
@@ -70,7 +70,7 @@ def test_training_over_a_kept_prefix_gives_the_same_losses(backbone: Path, keys:
             bench.mount("window")
     assert losses["memory"] == pytest.approx(losses["off"], rel=1e-5)
     assert bench._prefix is None and bench._kept is not None and len(bench._kept) >= 6
-    bench.mount("memory")
+    bench.mount("own")
     assert bench._prefix is not None and bench._prefix.kept is bench._kept
 
 
@@ -81,7 +81,7 @@ def test_a_setup_that_failed_to_mount_is_not_taken_for_mounted(backbone: Path) -
         bare = bench.model(ids).logits
         for _ in range(2):
             with pytest.raises(CheckpointError, match='"public": none are shipped'):
-                bench.mount("memory")
+                bench.mount("own")
         bench.mount("bare")
         assert torch.equal(bench.model(ids).logits, bare)
 
@@ -113,7 +113,7 @@ def test_what_is_said_while_loading_reaches_the_display(backbone: Path, monkeypa
 def test_training_that_comes_to_nan_is_refused_as_such_and_does_not_crash(backbone: Path) -> None:
     """The memory refuses NaN by an error; a client's round still ends in a reply, whose NaN the server counts."""
     bench = Bench(settings(backbone))
-    start = bench.start("memory")
+    start = bench.start("own")
     received = Message(start, round=1, run="r", client="passkey")
     wrong = {name: torch.full_like(t, torch.nan) if name.endswith("write.bias") else t for name, t in start.items()}
     reply, state = bench.endpoint("federated")("passkey", replace(received, params=wrong), {}, lambda facts: None)
@@ -156,7 +156,7 @@ def test_padding_leaves_a_lower_rank_its_own_loss_and_gradient(backbone: Path) -
     config = settings(backbone, memory={"layers": "none"}, lora={"rank": 3, "targets": "q_proj"})
     bench = Bench(config)
     problem = ClientProblem(bench, "passkey", round=1)
-    params = {name: tensor + 0.1 for name, tensor in bench.start("memory").items()}
+    params = {name: tensor + 0.1 for name, tensor in bench.start("own").items()}
     batch = next(iter(problem.batches("train", 1)))
     low = cut(params, 2)
     loss, grads = problem.run(low, batch)

@@ -95,7 +95,7 @@ def test_the_cache_repeats_rows_and_goes_on_with_them(mamba: Path) -> None:
 def test_memory_on_mamba_is_refused_by_name(mamba: Path) -> None:
     bench = Bench(settings(mamba, data={"clients": 1, "train": 1, "validation": 0, "test": 1}))
     with pytest.raises(BackboneError, match="'mamba' is not supported by the memory adapter"):
-        bench.mount("memory")
+        bench.mount("own")
 
 
 def test_the_shipped_settings_are_the_preset() -> None:

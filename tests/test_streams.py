@@ -64,6 +64,7 @@ def test_a_stream_leaves_every_task_after_every_task_forgetting_and_transfer(who
     assert "## Stream of tasks" in text and "average forgetting" in text
     assert "client-2: name-date, then multi-key, then passkey" in text
     assert "FedAvg's, bit for bit" not in text
+    assert "examples per client and task: 4 train" in text
 
 
 def test_the_answers_after_a_task_are_those_of_the_rules_of_its_last_round(whole: Run, backbone: Path) -> None:
@@ -126,6 +127,15 @@ def test_a_stream_stopped_between_tasks_or_while_measured_resumes_to_the_same_ro
     run = resume(tmp_path / "run")
     for name in ("stream.json", "needles.json"):
         assert (run.path / "results" / name).read_text() == (whole.path / "results" / name).read_text()
+
+
+def test_a_stream_without_test_questions_is_trained_and_has_no_rows(backbone: Path, tmp_path: Path) -> None:
+    one = {"order": ["passkey"]}
+    data = {"clients": 1, "train": 2, "validation": 0, "test": 0}
+    arms = {"arms": ["federated"]}
+    run = train(stream(backbone, data=data, tasks=one, training={"rounds": 1}, evaluation=arms), tmp_path / "run")
+    assert run.read_json("results/stream.json")["rows"] == []
+    assert "## Stream of tasks" in report([run.path])
 
 
 def test_settings_that_do_not_add_up_are_refused_before_anything_is_loaded(backbone: Path) -> None:

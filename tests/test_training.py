@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import fednl
 from fednl.client import Bench, ClientProblem
 from fednl.errors import CheckpointError, Interrupted, SettingsError
-from fednl.evaluation.settings import ARMS
+from fednl.evaluation.cohort import COHORT
+from fednl.evaluation.measures import NEEDLES
 from fednl.federation.wire import unpack
 from fednl.memory import MemoryCache
 from fednl.runs import Run
@@ -36,12 +37,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_run_with_every_arm_leaves_what_the_design_says(backbone: Path, tmp_path: Path) -> None:
-    config = settings(backbone, evaluation={"arms": list(ARMS)}, lora={"local-lr": 1e-3})
+    config = settings(backbone, evaluation={"arms": list(NEEDLES.arms)}, lora={"local-lr": 1e-3})
     events: list[Any] = []
     run = train(config, tmp_path / "run", events.append)
     rows = run.read_json("results/needles.json")["rows"]
     macro = {row["method"]: row for row in rows if row["client"] == "macro" and row["metric"] == "candidates"}
-    assert set(macro) == set(ARMS)
+    assert set(macro) == set(NEEDLES.arms)
     assert all(row["n"] == 12 and row["low"] <= row["value"] <= row["high"] for row in macro.values())
     assert macro["federated"]["shared"] == ["write", "gate", "projection", "address"]
     assert macro["federated-lora"]["shared"] == ["lora"]
@@ -150,14 +151,14 @@ def test_no_memory_state_and_no_name_outside_the_allow_list_is_in_any_message(
     state_shape = (2, 4, 4)
     for buffer in sent:
         assert all(tuple(t.shape[-3:]) != state_shape for t in unpack(buffer)[0].values())
-    start = Bench(settings(backbone)).start("memory")
+    start = Bench(settings(backbone)).start("own")
     moved = {name for name, t in final(run.path).items() if not torch.equal(t, start[name])}
     assert {f"params/{name}" for name in moved} == allowed, "what is private must not move on the server"
 
 
 def test_gradient_through_the_problem_equals_plain_autograd(backbone: Path) -> None:
     bench = Bench(settings(backbone))
-    params = {name: t + 0.05 for name, t in bench.start("memory").items()}
+    params = {name: t + 0.05 for name, t in bench.start("own").items()}
     problem = ClientProblem(bench, "passkey", round=1)
     batch = next(problem.batches("train", 1))
     leaves = {name: t.clone().requires_grad_() for name, t in params.items()}
@@ -188,7 +189,7 @@ def test_held_out_and_empty_clients(backbone: Path, tmp_path: Path) -> None:
     run = train(settings(backbone, data={"hold-out-clients": ["uuid-code"]}), tmp_path / "held")
     assert {c["name"] for c in rounds(run.path)[0]["clients"]} == {"passkey", "name-date"}
     scored = {r["client"] for r in run.read_json("results/needles.json")["rows"] if r["method"] == "federated"}
-    assert scored == {"passkey", "uuid-code", "name-date", "macro"}
+    assert scored - set(COHORT) == {"passkey", "uuid-code", "name-date", "macro"}
     with pytest.raises(fednl.errors.DataError, match="None of the 3 clients has a training example"):
         train(settings(backbone, data={"train": 0}), tmp_path / "empty")
 
@@ -208,11 +209,11 @@ def test_evaluate_at_another_length_keeps_the_rules(whole: Path, tmp_path: Path)
 
 def test_start_rules_are_used_and_refused_where_they_do_not_fit(backbone: Path, whole: Path, tmp_path: Path) -> None:
     again = settings(backbone, memory={"start": str(whole / "final")})
-    assert same(Bench(again).start("memory"), final(whole))
+    assert same(Bench(again).start("own"), final(whole))
     with pytest.raises(CheckpointError, match=r"memory\.start = .* memory\.rank = 2, and it is 3"):
-        Bench(settings(backbone, memory={"start": str(whole / "final"), "rank": 3})).start("memory")
+        Bench(settings(backbone, memory={"start": str(whole / "final"), "rank": 3})).start("own")
     with pytest.raises(CheckpointError, match='"public": none are shipped'):
-        Bench(settings(backbone, memory={"start": "public"})).start("memory")
+        Bench(settings(backbone, memory={"start": "public"})).start("own")
     with pytest.raises(SettingsError, match=r'memory\.start = ".*nowhere": No rules in'):
         train(settings(backbone, memory={"start": str(tmp_path / "nowhere")}), tmp_path / "bad")
 

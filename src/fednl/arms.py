@@ -6,18 +6,20 @@ it needs and what is done to the memory or the text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fednl.config import Config
 from fednl.federation.algorithms import ALGORITHMS, FedAvg
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.settings import TrainingSettings
+from fednl.models.settings import DEFAULT_LORA_RANK
 
 POOLED = "pooled"
 
-Setup = Literal["bare", "window", "memory", "lora"]
-"""What sits on the backbone: nothing, the attention window, the window and memory, or the window and LoRA."""
+Setup = Literal["bare", "window", "own", "lora"]
+"""What sits on the backbone: nothing, the run's attention window, the run's own adapters, or that window and LoRA."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Trained:
 
     Attributes:
         setup: what is trained.
-        algorithm: a name in `ALGORITHMS`; empty for the run's own.
+        algorithm: a name in `ALGORITHMS`; empty for the run's own; `"alone"` and `"pooled"` for what the run's own
+            names as its counterparts.
         shared: what travels; empty for the run's own.
         pooled: one learner holds everybody's examples and takes everybody's steps.
         folder: where its rounds are kept inside the run.
@@ -46,33 +49,36 @@ class View:
     Attributes:
         setup: what sits on the backbone.
         rules: which rules: a name in `TRAINED`, `"start"`, or empty for none.
-        removed: ask with every event replaced by filler.
+        prompt: which tokens of an example are the question: `prompt_ids`, `removed_ids` (every event replaced by
+            filler) or `shots_ids` (the client's demonstrations before it).
         zeroed: forget the memory state just before the question.
     """
 
     setup: Setup
     rules: str = ""
-    removed: bool = False
+    prompt: str = "prompt_ids"
     zeroed: bool = False
 
 
 TRAINED: dict[str, Trained] = {
-    "federated": Trained("memory"),
+    "federated": Trained("own"),
     "federated-lora": Trained("lora", "fedavg", "lora", folder="arms/federated-lora"),
-    "local-only": Trained("memory", "local-only", folder="arms/local-only"),
-    POOLED: Trained("memory", "fedavg", "all", pooled=True, folder="arms/pooled"),
+    "local-only": Trained("own", "alone", folder="arms/local-only"),
+    POOLED: Trained("own", "pooled", "all", pooled=True, folder="arms/pooled"),
 }
 
 VIEWS: dict[str, View] = {
     "full-attention": View("bare"),
+    "zero-shot": View("bare"),
+    "local-icl": View("bare", prompt="shots_ids"),
     "window-only": View("window"),
-    "public-rules": View("memory", "start"),
+    "public-rules": View("own", "start"),
     "federated-lora": View("lora", "federated-lora"),
-    "federated": View("memory", "federated"),
-    "state-zeroed": View("memory", "federated", zeroed=True),
-    "events-removed": View("memory", "federated", removed=True),
-    "local-only": View("memory", "local-only"),
-    POOLED: View("memory", POOLED),
+    "federated": View("own", "federated"),
+    "state-zeroed": View("own", "federated", zeroed=True),
+    "events-removed": View("own", "federated", prompt="removed_ids"),
+    "local-only": View("own", "local-only"),
+    POOLED: View("own", POOLED),
 }
 
 
@@ -90,16 +96,38 @@ def inside(arm: str, name: str) -> str:
 
 def make_algorithm(config: Config, arm: str) -> FedAvg:
     """The algorithm of a trained arm, with its settings and what it may share."""
-    kind = TRAINED[arm]
-    if not kind.algorithm:
-        return ALGORITHMS[config.federation.algorithm](config.method_settings, config.federation.shared)
-    return ALGORITHMS[kind.algorithm](None, kind.shared)
+    name, shared = algorithm_of(config, arm), TRAINED[arm].shared or config.federation.shared
+    return ALGORITHMS[name](config.method_settings if name == config.federation.algorithm else None, shared)
+
+
+def algorithm_of(config: Config, arm: str) -> str:
+    """Names the algorithm of a trained arm."""
+    kind, own = TRAINED[arm].algorithm, config.federation.algorithm
+    return {"": own, "alone": ALGORITHMS[own].alone, "pooled": ALGORITHMS[own].pooled}.get(kind, kind)
+
+
+def adapters_of(config: Config, setup: Setup) -> list[tuple[str, Any]]:
+    """Lists the adapters that a setup puts onto the backbone, in order: their kinds, and each one's settings."""
+    memory, lora, own = config.memory, config.lora, config.federation.adapters
+    window: list[tuple[str, Any]] = [("memory", memory.model_copy(update={"layers": "none"}))]
+    if setup != "own":
+        found = window if "memory" in own and setup != "bare" else []
+        ranked = lora.model_copy(update={"rank": lora.rank or DEFAULT_LORA_RANK})
+        return _present([*found, ("lora", ranked)] if setup == "lora" else found)
+    sections = {"memory": memory, "lora": lora, "context-vectors": config.context_vectors}
+    wanted = [*own, *(["lora"] if "memory" in own and lora.rank else [])]
+    return _present((kind, settings) for kind, settings in sections.items() if kind in wanted)
+
+
+def _present(adapters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """All but a memory that would attach nothing, as some backbones allow nothing."""
+    return [(kind, settings) for kind, settings in adapters if kind != "memory" or not settings.is_absent]
 
 
 def exchange_of(config: Config, arm: str) -> Exchange:
     """Gives how an arm's updates travel and become one: as the run's, where several clients share something."""
     kind = TRAINED[arm]
-    shares = ALGORITHMS[kind.algorithm or config.federation.algorithm].traits.shares
+    shares = ALGORITHMS[algorithm_of(config, arm)].traits.shares
     return config.exchange if shares and not kind.pooled else PLAIN
 
 

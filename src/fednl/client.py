@@ -1,11 +1,13 @@
 """One client: params in, params out, over one frozen backbone; in this process or in a worker process.
 
 A `Bench` is what a process holds: the backbone, every client's private data, and one setup at a time (bare,
-window, memory, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
+window, the run's own adapters, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import POOLED, TRAINED, VIEWS, Setup, exchange_of, make_algorithm, training_of
+from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
 from fednl.config import Config
 from fednl.data import (
-    NeedleExample,
     Splits,
     Stream,
     collate,
+    demonstrations,
     iterate_batches,
     load_filler,
     partition_rows,
@@ -33,6 +35,7 @@ from fednl.data import (
 from fednl.data.examples import encode_texts
 from fednl.data.fillers import generated_text
 from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
@@ -58,10 +61,10 @@ from fednl.memory.rules_file import (
 from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
+from fednl.models.context_store import TaskKey
 from fednl.models.recurrent import RecurrentCache
-from fednl.models.settings import DEFAULT_LORA_RANK
 from fednl.runs import Run
-from fednl.seeding import python_rng
+from fednl.seeding import python_rng, torch_rng
 
 PUBLIC = Path(__file__).parent / "public"
 CENTRE_SEED, CENTRE_SENTENCES = 0, 120
@@ -109,6 +112,10 @@ class ClientProblem:
         """Trainable examples in the client's training split; in a stream, of the round's task."""
         return len(self._examples)
 
+    def collect(self) -> Params:
+        """Gives what the mounted adapters read off the training examples without training."""
+        return self._bench.collect(self._client, self._round)
+
     def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
         """Gives `steps` batches, the same for the same (seed, client, round, purpose); size 0 is `training.batch`."""
         rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)
@@ -130,9 +137,14 @@ class ClientProblem:
             except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
                 none = torch.full((), math.nan, device=self._bench.model.device)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
-            gradients = torch.autograd.grad(loss, [live[name] for name in params], materialize_grads=True)
-        own = (tensor.shape for tensor in params.values())  # a client's LoRA may have fewer components than the model's
-        return loss.detach(), [grad[tuple(map(slice, shape))] for grad, shape in zip(gradients, own, strict=True)]
+            moved = [name for name in params if live[name].requires_grad]
+            found = torch.autograd.grad(loss, [live[name] for name in moved], materialize_grads=True)
+        gradients = dict(zip(moved, found, strict=True))
+        # A client's LoRA may have fewer components than the model's.
+        return loss.detach(), [
+            gradients[name][tuple(map(slice, tensor.shape))] if name in gradients else torch.zeros_like(tensor)
+            for name, tensor in params.items()
+        ]
 
 
 class Bench:
@@ -161,8 +173,9 @@ class Bench:
             config.memory.window_tokens,
             config.evaluation.answer,
             config.run.seed,
+            *([config.task_settings] if config.task_settings else []),
         )
-        self.data: dict[str, Splits]
+        self.data: dict[str, Splits[Any]]
         self.stream: Stream | None = None
         if config.tasks.order:
             self.data = stream_task(config.data.task)(*made_from, config.tasks)
@@ -175,7 +188,35 @@ class Bench:
         self._prefix: PrefixCache | None = None
         self._kept: Kept | None = None
 
-    def train_examples(self, client: str, round: int) -> Sequence[NeedleExample]:
+    @property
+    def candidates(self) -> int:
+        """How many answers a question offers, the same for all; 4 where there is no question."""
+        asked = (one for splits in self.data.values() for some in vars(splits).values() for one in some)
+        first = next(asked, None)
+        return len(first.candidate_ids) if first else 4
+
+    def task_key(self) -> TaskKey:
+        """What context vectors of this run's task belong to."""
+        own = self.config.task_settings
+        settings = {} if own is None else own.model_dump(mode="json", by_alias=True)
+        vocabulary = json.dumps(self.backbone.tokenizer.get_vocab(), sort_keys=True)
+        template = {name: settings.pop(name, None) for name in ("template", "labels")}
+        return TaskKey(
+            task=json.dumps([self.config.data.task, settings]),
+            backbone=json.dumps(self.backbone.identity),
+            tokenizer=hashlib.sha256(vocabulary.encode()).hexdigest(),
+            template=json.dumps(template),
+            layers=int(self.backbone.identity["layers"]),
+            dtype=str(self.model.dtype),
+            position=self.config.context_vectors.position,
+        )
+
+    @property
+    def _injects(self) -> bool:
+        """Whether something other than memory changes what the layers below it give."""
+        return any(adapter.kind == "context-vectors" for adapter in self._adapters)
+
+    def train_examples(self, client: str, round: int) -> Sequence[Any]:
         """A client's training examples in a round; the pooled learner's are everybody's."""
         holders = list(self.data) if client == POOLED else [client]
         found = [example for holder in holders for example in self.data[holder].train]
@@ -192,10 +233,23 @@ class Bench:
         taking_part = [name for name in self.data if name not in self.config.data.hold_out_clients]
         return self.stream.ends(client, round, lambda later: sample_clients(taking_part, number, seed, later))
 
-    def collated(self, examples: Sequence[NeedleExample]) -> dict[str, Tensor]:
-        """Examples as a batch on the backbone's device."""
+    def collated(self, examples: Sequence[Any], join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Tensor]:
+        """Examples as a batch on the backbone's device, joined by `collate` or `demonstrations`."""
         pad = int(self.backbone.tokenizer.pad_token_id)
-        return {name: t.to(self.model.device) for name, t in collate(examples, pad).items()}
+        return {name: t.to(self.model.device) for name, t in join(examples, pad).items()}
+
+    def collect(self, client: str, round: int) -> Params:
+        """What the mounted adapters read off a client's training examples of a round, without training."""
+        # As many rows as a training step: in bfloat16 every other shape of a batch costs seconds to prepare.
+        examples, size = self.train_examples(client, round), self.config.training.batch
+        noise = torch_rng(self.config.run.seed, "context/noise", client)
+        collected: Params = {}
+        for adapter in self._adapters:
+            batches = (
+                self.collated(examples[first : first + size], demonstrations) for first in range(0, len(examples), size)
+            )
+            collected |= adapter.collect(batches, noise)
+        return collected
 
     def mount(self, setup: Setup) -> None:
         """Changes what sits on the backbone."""
@@ -204,28 +258,17 @@ class Bench:
         for adapter in reversed(self._adapters):
             adapter.detach()
         self._adapters, self._setup = [], None  # none is whole until the last line
-        seed, memory, lora = self.config.run.seed, self.config.memory, self.config.lora
-        wanted: list[tuple[str, Any]] = []
-        if setup in ("window", "lora"):
-            wanted.append(("memory", memory.model_copy(update={"layers": "none"})))
-        if setup == "lora":
-            wanted.append(("lora", lora.model_copy(update={"rank": lora.rank or DEFAULT_LORA_RANK})))
-        if setup == "memory":
-            wanted.append(("memory", memory))
-            if lora.rank:
-                wanted.append(("lora", lora))
-        for kind, settings in wanted:
-            if kind == "memory" and settings.is_absent:  # nothing would be attached, and some backbones allow nothing
-                continue
+        for kind, settings in adapters_of(self.config, setup):
             adapter = ADAPTERS[kind]()
-            adapter.attach(self.model, settings, seed)
+            adapter.attach(self.model, settings, self.config.run.seed)
             self._adapters.append(adapter)
         if setup not in self._start:
-            if setup == "memory" and not memory.is_absent:
-                self._load_start(memory)
+            if setup == "own" and "memory" in self.config.federation.adapters and not self.config.memory.is_absent:
+                self._load_start(self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
         self._prefix = None
-        if setup == "memory" and self.config.prefix.cache != "off":
+        frozen_below = "memory" in self.config.federation.adapters and setup == "own" and not self._injects
+        if frozen_below and self.config.prefix.cache != "off":
             self._prefix = PrefixCache(self.model, self.config.prefix, self._kept)
             self._kept = self._prefix.kept
         self._setup = setup
@@ -281,7 +324,7 @@ class Bench:
                 examples,
                 arm=arm,
                 make_cache=self._new_cache,
-                ids="removed_ids" if view.removed else "prompt_ids",
+                ids=view.prompt,
                 zero_state_at_question=view.zeroed,
                 batch=self.config.evaluation.batch,
                 on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
@@ -289,6 +332,13 @@ class Bench:
         except NonFiniteError as error:
             raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
         return [replace(outcome, task=one.task) for outcome, one in zip(outcomes, examples, strict=True)]
+
+    def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:
+        """A client's validation questions, answered with these rules."""
+        self.mount(TRAINED[arm].setup)
+        self.put(params)
+        examples, size = self.data[client].validation, self.config.evaluation.batch
+        return score_candidates(self.model, examples, arm=arm, make_cache=self._new_cache, batch=size)
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
         """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
@@ -359,7 +409,10 @@ def handlers(config: Config) -> dict[str, Handler]:
             "backbone": own.identity,
             "dtype": str(own.model.dtype).removeprefix("torch."),
             "partition": [vars(row) for row in partition_rows(own.data)],
+            "candidates": own.candidates,
         }
+        if config.context_vectors.store == "on":
+            facts["context_key"] = vars(own.task_key())
         if config.data.task == "needles":  # the only task so far that reads `data.filler`
             facts["filler_sha256"] = load_filler(config.data.filler).sha256
         return facts, ()
@@ -377,7 +430,16 @@ def handlers(config: Config) -> dict[str, Handler]:
         return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
 
     def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        loss, tokens = bench().validate(job["arm"], job["client"], unpack(blobs[0])[0])
+        params = unpack(blobs[0])[0]
+        if MEASURES[config.data.task].validates_answers:
+            try:
+                outcomes = bench().answered(job["arm"], job["client"], params)
+            except FednlError:  # the rules come to NaN, which is no loss to be the lowest
+                return {"loss": math.nan, "tokens": 0}, ()
+            tokens = sum(one.gold_tokens for one in outcomes)
+            loss = sum(one.nats_per_token * one.gold_tokens for one in outcomes) / max(1, tokens)
+            return {"loss": loss, "tokens": tokens, "correct": [one.correct for one in outcomes]}, ()
+        loss, tokens = bench().validate(job["arm"], job["client"], params)
         return {"loss": loss, "tokens": tokens}, ()
 
     return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}

@@ -18,15 +18,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
-from fednl.config_lora import check_lora
+from fednl.config_lora import check_adapters, check_lora
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
+from fednl.data.tasks import TASKS, task_settings
 from fednl.errors import SettingsError
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig, PrefixSettings, check_prefix
-from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, LoraSettings
+from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
 
 
 def _kebab(name: str) -> str:
@@ -47,6 +49,13 @@ class RunSettings(BaseModel):
     out: str = Field(default="runs", min_length=1)
 
 
+# Whose own section is named after a setting's value: key, the setting's section, its default.
+_OWN = {
+    "algorithm": ("federation", str(FederationSettings().algorithm)),
+    "task": ("data", DataSettings().task),
+}
+
+
 class Config(BaseModel):
     """Everything one run depends on.
 
@@ -57,6 +66,7 @@ class Config(BaseModel):
         memory: the memory attached to the backbone.
         prefix: what is kept of the frozen layers below the memory.
         lora: a low-rank adapter beside it; rank 0 is none.
+        context_vectors: where context vectors are read, and with which weights injection begins.
         training: rounds, local steps, learning rate.
         federation: the algorithm, what is shared, who takes part.
         traffic: how updates are written on the wire.
@@ -64,10 +74,13 @@ class Config(BaseModel):
         privacy: noise, masks, budget, and how few examples are too few to share.
         evaluation: how answers are scored, which arms are compared.
         run: seed and output folder.
-        algorithm: the algorithm's own section as written, by kebab-case key; checked by `method_settings`.
+        algorithm: the algorithm's own section, by kebab-case key; `method_settings` gives it typed.
+        task: the task's own section, by kebab-case key; `task_settings` gives it typed.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True, validate_by_alias=True
+    )
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -75,6 +88,7 @@ class Config(BaseModel):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     prefix: PrefixSettings = Field(default_factory=PrefixSettings)
     lora: LoraSettings = Field(default_factory=LoraSettings)
+    context_vectors: ContextVectorSettings = Field(default_factory=ContextVectorSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     federation: FederationSettings = Field(default_factory=FederationSettings)
     traffic: TrafficSettings = Field(default_factory=TrafficSettings)
@@ -83,6 +97,7 @@ class Config(BaseModel):
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
+    task: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()) -> Config:
@@ -99,22 +114,29 @@ class Config(BaseModel):
         """
         from fednl.federation.algorithms import ALGORITHMS
 
-        check = Checker(where, frozenset(overridden), tuple(ALGORITHMS))
-        sections = {name: field.annotation for name, field in cls.model_fields.items() if name != "algorithm"}
-        own = _algorithm_of(table)
-        kind_of_own = cls.method_class(own, f"{check.place('federation', 'algorithm')} ")
-        check.sections(table, {name: keys_of(kind) for name, kind in sections.items()}, own)
-        values = {name: check.section(name, kind, table.get(name, {})) for name, kind in sections.items()}
-        config = cls(**values, algorithm=dict(table.get(own, {})))
-        check.section(own, kind_of_own, config.algorithm)
+        check = Checker(where, frozenset(overridden), {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)})
+        sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
+        own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
+        kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
+        check.sections(table, {_kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
+        values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
+        for name, kind in sections.items():
+            values[name] = check.section(_kebab(name), kind, table.get(_kebab(name), {}))
+        for key, kind in (("algorithm", kind_of_own), ("task", task_settings(own["task"]))):
+            if kind is not None:
+                checked = check.section(own[key], kind, values[key])
+                values[key] = checked.model_dump(mode="json", by_alias=True, exclude_none=True)
+        config = cls(**values)
+        _check_arms(config, check)
         if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
                 f"{where}: [tasks] order has {len(config.tasks.order)} tasks of {config.tasks.rounds_per_task} rounds, "
                 f"but [training] rounds = {config.training.rounds}; set rounds = {config.tasks.last_rounds[-1]}."
             )
-        algorithm = ALGORITHMS[own](config.method_settings, config.federation.shared)
+        algorithm = ALGORITHMS[own["algorithm"]](config.method_settings, config.federation.shared)
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
+            check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
             check_prefix(config.prefix, config.memory, config.lora.rank)
@@ -147,6 +169,12 @@ class Config(BaseModel):
         return kind
 
     @property
+    def task_settings(self) -> BaseModel | None:
+        """The task's own settings, checked and complete; None where it has none."""
+        kind = task_settings(self.data.task)
+        return None if kind is None else Checker("settings").section(self.data.task, kind, self.task)
+
+    @property
     def exchange(self) -> Exchange:
         """How updates travel, become one and are hidden."""
         return Exchange(self.traffic, self.combine, self.privacy)
@@ -160,11 +188,12 @@ class Config(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
-        table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"algorithm"})
-        own = self.method_settings.model_dump(mode="json", by_alias=True, exclude_none=True)
-        if own:
-            table[self.federation.algorithm] = own
-        return table
+        table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_OWN))
+        own = {self.federation.algorithm: self.method_settings, self.data.task: self.task_settings}
+        told = {
+            name: kind.model_dump(mode="json", by_alias=True, exclude_none=True) for name, kind in own.items() if kind
+        }
+        return table | {name: keys for name, keys in told.items() if keys}
 
     def to_json(self) -> str:
         """Gives `to_dict` as JSON, one key a line."""
@@ -223,10 +252,22 @@ def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> 
     return Config.from_dict(table, where, overridden)
 
 
-def _algorithm_of(table: Mapping[str, Any]) -> str:
-    section = table.get("federation", {})
-    name = section.get("algorithm") if isinstance(section, Mapping) else None
-    return name if isinstance(name, str) else str(FederationSettings().algorithm)
+def _named(table: Mapping[str, Any], section: str, key: str, default: str) -> str:
+    """The algorithm or task that a table names, which is also the name of that one's own section."""
+    keys = table.get(section, {})
+    name = keys.get(key) if isinstance(keys, Mapping) else None
+    return name if isinstance(name, str) else default
+
+
+def _check_arms(config: Config, check: Checker) -> None:
+    """Every arm must be one that the task's comparison has."""
+    known = MEASURES[config.data.task].arms
+    for arm in config.evaluation.arms:
+        if arm not in known:
+            raise SettingsError(
+                f'{check.place("evaluation", "arms")} [evaluation] arms names "{arm}", which data.task = '
+                f'"{config.data.task}" does not have; its arms are: {", ".join(known)}.'
+            )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

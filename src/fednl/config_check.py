@@ -7,11 +7,15 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from fednl.errors import SettingsError
+
+Others: TypeAlias = Mapping[str, Sequence[str]]
+_NONE: Others = {}
+_HOMES = {"algorithm": "federation", "task": "data"}
 
 
 class Checker:
@@ -20,22 +24,22 @@ class Checker:
     Args:
         where: what an error names as the place, usually the file.
         overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
-        algorithms: the names whose sections are not read now, yet are no misspelling.
+        others: the names of algorithms and tasks whose sections are not read now, yet are no misspelling.
     """
 
-    def __init__(self, where: str, overridden: frozenset[str] = frozenset(), algorithms: Sequence[str] = ()) -> None:
+    def __init__(self, where: str, overridden: frozenset[str] = frozenset(), others: Others = _NONE) -> None:
         self.where = where
         self.overridden = overridden
-        self.algorithms = algorithms
+        self.others = others
 
     def place(self, section: str, key: str) -> str:
         """Where a key was written: the file, or `--set`."""
         return "--set:" if f"{section}.{key}" in self.overridden else f"{self.where}:"
 
-    def sections(self, table: Mapping[str, Any], keys: Mapping[str, list[str]], own: str) -> None:
-        """Refuses unknown sections, then unknown keys in known ones; `own` is the algorithm's section."""
+    def sections(self, table: Mapping[str, Any], keys: Mapping[str, list[str]], own: Mapping[str, str]) -> None:
+        """Refuses unknown sections, then unknown keys in known ones; `own` names the algorithm and the task."""
         for section, content in table.items():
-            if section not in keys and section != own:
+            if section not in keys and section not in own.values():
                 raise SettingsError(f"{self.where}: {self._unknown_section(section, content, keys, own)}")
             if not isinstance(content, Mapping):
                 raise SettingsError(f"{self.where}: {section} must be a section: write [{section}] above its keys.")
@@ -71,16 +75,19 @@ class Checker:
         end = f'; did you mean "{close[0]}"?' if close else "."
         return f"{self.place(section, key)} [{section}] {key} = {_shown(value)}: {reason}{end}"
 
-    def _unknown_section(self, section: str, content: Any, keys: Mapping[str, list[str]], own: str) -> str:
-        if isinstance(content, Mapping) and section in self.algorithms:
-            return (
-                f'[{section}] is set, but [federation] algorithm = "{own}" would not read it; '
-                f'remove it or set algorithm = "{section}".'
-            )
+    def _unknown_section(
+        self, section: str, content: Any, keys: Mapping[str, list[str]], own: Mapping[str, str]
+    ) -> str:
+        for key, names in self.others.items():
+            if isinstance(content, Mapping) and section in names:
+                return (
+                    f'[{section}] is set, but [{_HOMES[key]}] {key} = "{own[key]}" would not read it; '
+                    f'remove it or set {key} = "{section}".'
+                )
         if not isinstance(content, Mapping):
             home = _elsewhere(section, "", keys)
             return f'the key "{section}" stands above every section; {home or "move it into its section."}'
-        return f"unknown section [{section}]; {hint_for(section, [*keys, own], 'sections')}"
+        return f"unknown section [{section}]; {hint_for(section, [*keys, *own.values()], 'sections')}"
 
 
 def keys_of(kind: Any) -> list[str]:

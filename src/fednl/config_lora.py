@@ -1,7 +1,8 @@
-"""Refuses settings of LoRA and federation that make no sense together, before a model or data is loaded."""
+"""Refuses adapters and federation that make no sense together, before a model or data is loaded."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from fednl.errors import SettingsError
@@ -10,6 +11,31 @@ if TYPE_CHECKING:
     from fednl.federation.algorithms.fedavg import FedAvg
     from fednl.federation.exchange import CombineSettings
     from fednl.federation.settings import FederationSettings, TrainingSettings
+    from fednl.federation.traits import Traits
+
+
+def check_adapters(federation: FederationSettings, rank: int, traits: Traits) -> None:
+    """Checks that what is to be trained is there, and is what the algorithm trains.
+
+    Args:
+        federation: the `[federation]` section.
+        rank: `lora.rank`, 0 for no LoRA.
+        traits: the algorithm's.
+
+    Raises:
+        SettingsError: a LoRA without a rank, or context vectors without the algorithm that makes them, or the reverse.
+    """
+    adapters = federation.adapters
+    if "lora" in adapters and rank == 0:
+        raise SettingsError(
+            f"[federation] adapters = {json.dumps(adapters)}, but [lora] rank = 0 attaches none; set the rank to 1 or "
+            "more."
+        )
+    if traits.needs_context != ("context-vectors" in adapters):
+        raise SettingsError(
+            f'[federation] algorithm = "{federation.algorithm}" does not go with adapters = {json.dumps(adapters)}: '
+            'context vectors are made by algorithm = "ifed-icl" or "i2cl", and these need adapters = "context-vectors".'
+        )
 
 
 def check_lora(

@@ -9,10 +9,12 @@ from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
-from fednl.data.long_tail import thirds
+from fednl.data.long_tail import long_tail, thirds
+from fednl.data.needle_clients import CLIENTS
 from fednl.errors import CheckpointError, DataError, FednlError
-from fednl.evaluation.needles import METRICS, result_rows
+from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.rows import result_rows
 from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.inline import Pool
@@ -79,6 +81,7 @@ def measure(
     Raises:
         FednlError: something went wrong in a job, or a file is damaged or cannot be written.
     """
+    measured_of = MEASURES[config.data.task]
     name = results_name(config.data.task, changed or {})
     path = run.folder("results") / f"{name}{OUTCOMES}"
     asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
@@ -100,8 +103,10 @@ def measure(
         seed=config.run.seed,
         tokens=config.data.tokens,
         shared={arm: shared for arm, shared in groups.items() if shared},
-        metrics=[m for m in METRICS if config.evaluation.answer != "letters" or m != "recall"],
-        groups=_groups(facts),
+        metrics=[m for m in measured_of.metrics if config.evaluation.answer != "letters" or m != "recall"],
+        pairs=measured_of.pairs,
+        chance=1 / facts["candidates"],
+        groups=_groups(config, facts),
     )
     run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
 
@@ -141,9 +146,12 @@ def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
         raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
 
 
-def _groups(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Head, middle and tail of the clients by their training examples; empty where all have the same."""
-    rows = facts["partition"]
+def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Head, middle and tail by training examples, of kinds of data where clients hold several, else of clients."""
+    data, rows = config.data, facts["partition"]
+    if data.imbalance > 1 and (config.tasks.order or data.dirichlet_alpha):
+        kinds = sorted(config.tasks.order) or list(CLIENTS)
+        return thirds(long_tail(kinds, 10**6, data.imbalance, config.run.seed))
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 
@@ -206,11 +214,12 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     if not rules:
         return {client: {} for client in clients}
     if rules == "start":
-        start = unpack(do(pool, Job("start", {"setup": "memory"})).blobs[0])[0]
+        start = unpack(do(pool, Job("start", {"setup": "own"})).blobs[0])[0]
         return dict.fromkeys(clients, start)
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
-    if len(make_algorithm(config, rules).shared(params)) == len(params):
+    algorithm = make_algorithm(config, rules)
+    if len(algorithm.shared(params)) + len(algorithm.given(params)) == len(params):
         return dict.fromkeys(clients, params)
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)

@@ -44,7 +44,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
     path = folder / f"{NAME}{OUTCOMES}"
     found = earlier(path, on_event)
     arms: dict[str, list[list[Outcome]]] = {}
-    for arm in filter(_shows_the_rules, config.evaluation.arms):
+    for arm in [arm for arm in config.evaluation.arms if _shows_the_rules(arm) and arm in final]:
         answering = dict.fromkeys(outcome.client for outcome in final[arm])
         for place, round in enumerate(config.tasks.last_rounds[:-1], 1):
             tasks = {client: stream.tasks_of(client)[:place] for client in answering}
@@ -65,7 +65,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
 def _shows_the_rules(arm: str) -> bool:
     """Whether an arm answers with rules that were trained here, and with nothing taken away from them."""
     view = VIEWS[arm]
-    return view.rules in TRAINED and not view.removed and not view.zeroed
+    return view.rules in TRAINED and view.prompt == "prompt_ids" and not view.zeroed
 
 
 def _rules_after(run: Run, arm: str, round: int, clients: list[str]) -> dict[str, Params]:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, exchange_of, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
+from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
@@ -19,8 +20,10 @@ from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
+from fednl.fetching import cache_folder
 from fednl.measuring import changed_settings, forget, measure
 from fednl.measuring_stream import measure_stream
+from fednl.models.context_store import ContextStore, TaskKey
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
 from fednl.runs import Run
 
@@ -149,6 +152,7 @@ def config_of(run: Run) -> Config:
 def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
     try:
         check_settings(run, config)
+        check_accounting(config.privacy)
         on_event(_LOADING)
         with _pool(run, config) as pool:
             facts = _describe(pool, on_event)
@@ -209,13 +213,17 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
-        losses = {r.job.header["client"]: answer_of(r)["loss"] for r in pool.map(jobs)}
-        return Validation.of_clients({client: losses[client] for client in own})
+        told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
+        return Validation.of_clients(
+            {client: told[client]["loss"] for client in own},
+            {client: told[client]["correct"] for client in own if "correct" in told[client]},
+        )
 
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:
         _write_descriptions(run, config, facts)
-    run_rounds(
+        start |= _stored(facts, on_event)
+    trained = run_rounds(
         make_algorithm(config, name),
         transport,
         start,
@@ -229,17 +237,30 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
     )
+    if not kind.folder and "context_key" in facts:
+        _store().put(TaskKey(**facts["context_key"]), trained)
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
+
+
+def _store() -> ContextStore:
+    return ContextStore(cache_folder() / "context")
+
+
+def _stored(facts: Mapping[str, Any], on_event: OnEvent) -> Params:
+    """The vectors and coefficients that the store has for this run's task, where it may look."""
+    known = _store().get(TaskKey(**facts["context_key"])) if "context_key" in facts else None
+    if known is not None:
+        on_event({"event": "note", "text": "the task is known: starting from stored context vectors and coefficients"})
+    return known or {}
 
 
 def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:
     """Says beside the trained params what they belong to, so that `fednl.load` can use them."""
-    description: dict[str, Any] = {
-        "backbone": facts["backbone"],
-        "memory": config.memory.model_dump(by_alias=True, exclude={"start"}),
-    }
-    if config.lora.rank:
-        description["lora"] = config.lora.model_dump(by_alias=True, exclude_none=True)
+    description: dict[str, Any] = {"backbone": facts["backbone"]}
+    if "memory" in config.federation.adapters:
+        description["memory"] = config.memory.model_dump(by_alias=True, exclude={"start"})
+    for kind, settings in adapters_of(config, "own"):
+        description[kind] = settings.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"start"})
     for name in ("final", "best"):
         run.write_json(f"{name}/rules.json", description)
 

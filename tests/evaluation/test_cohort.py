@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fednl.evaluation.cohort import cohort_rows
-from fednl.evaluation.needles import result_rows
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import result_rows
 from fednl.report.cohort import cohort_table
 
 CLIENTS = {"ada": [1.0, 1.0, 0.0, 1.0], "bob": [0.0, 0.0, 0.0, 1.0], "cyd": [1.0, 0.0, 1.0, 0.0]}
@@ -40,3 +40,17 @@ def test_results_hold_them_per_method_and_the_report_shows_them() -> None:
     table = "\n".join(cohort_table(rows, "candidates"))
     assert "25.0 [" in table and "(bob)" in table and "head: ada; middle: cyd; tail: bob." in table
     assert cohort_table(rows, "recall") == []
+
+
+def test_groups_may_be_of_kinds_of_data_that_run_across_clients() -> None:
+    kinds = {0: "x", 1: "y", 2: "z", 3: "x"}
+    outcomes = [
+        Outcome(client, index, 0, 0, bool(hit), False, 1.0, 0.0, 3, kinds[index])
+        for client, hits in CLIENTS.items()
+        for index, hit in enumerate(hits)
+    ]
+    groups = {"head": ["x"], "middle": ["y"], "tail": ["z"]}
+    rows = result_rows({"federated": outcomes}, seed=0, tokens=9, groups=groups, metrics=["candidates"], resamples=50)
+    found = {row["client"]: (row["value"], row["n"]) for row in rows if row["client"] in groups}
+    assert found == {"head": (4 / 6, 6), "middle": (1 / 3, 3), "tail": (1 / 3, 3)}
+    assert next(row["of"] for row in rows if row["client"] == "worst") == ["bob"]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from scipy.stats import ttest_1samp
 
-from fednl.evaluation.needles import result_rows
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import result_rows
 from fednl.evaluation.seeds import TOO_FEW, mean_over_seeds, over_seeds, same_but_seed
 
 

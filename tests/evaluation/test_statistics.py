@@ -163,7 +163,7 @@ def test_the_interval_holds_its_mean_and_stays_in_bounds(outcomes: list[bool], s
 
 def test_importing_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, fednl.evaluation.statistics, fednl.evaluation.needles, fednl.evaluation.settings;"
+        "import sys, fednl.evaluation.statistics, fednl.evaluation.rows, fednl.evaluation.settings;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -58,6 +58,9 @@ class Regression:
         target = x @ torch.randn(WIDTH, generator=rng, dtype=torch.float64) + 0.5
         return x.to(self.dtype), target.to(self.dtype)
 
+    def collect(self) -> Params:
+        return {}
+
     def loss(self, params: Params, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, target = batch
         weight = params[WRITE] + params[PROJECTION]
@@ -80,6 +83,9 @@ class Bowl:
     centre: torch.Tensor
     curvature: float = 1.0
     num_examples: int = 1
+
+    def collect(self) -> Params:
+        return {}
 
     def loss(self, params: Params, batch: Any = None) -> torch.Tensor:
         return self.curvature / 2 * sum((w - self.centre).square().sum() for w in params.values())

@@ -62,7 +62,8 @@ def test_identical_replies_leave_the_rules_where_they_agree(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_traits_say_whether_tensors_go_beside_the_rules(kind: str) -> None:
     algorithm = ALGORITHMS[kind](shared="all")
-    assert bool(algorithm.extra(start_params())) == algorithm.traits.sends_extra
+    beside = [*algorithm.extra(start_params()), *algorithm.given(["context.vectors"])]
+    assert bool(beside) == algorithm.traits.sends_extra
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,6 +107,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "fedssi": {"strength": 0.0},
     "reptile": {"outer_lr": 1.0},
     "per-fedavg": {"inner_lr": 0.0},
+    "ifed-icl": {},  # the toys leave no context vectors
 }
 
 

@@ -421,7 +421,7 @@ def test_the_given_rules_are_not_modified_and_the_result_is_new(tmp_path: Path) 
     assert equal(given, start_params())
 
 
-def test_memory_stays_flat_over_fifty_rounds(tmp_path: Path) -> None:
+def test_c16_memory_stays_flat_over_fifty_rounds(tmp_path: Path) -> None:
     live: dict[int, int] = {}
     training = TrainingSettings(rounds=50, local_steps=1)
     toy = bench(tmp_path, training=training, sizes={"ada": 3, "bob": 4})

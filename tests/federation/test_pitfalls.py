@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,13 @@ def test_c14_the_first_failing_clients_reason_is_in_the_summary_and_its_private_
 
 def test_c17_one_client_at_a_time_unless_asked_otherwise() -> None:
     assert FederationSettings().parallel_clients == 1
+
+
+def test_c18_rounds_need_neither_ray_nor_flower(tmp_path: Path) -> None:
+    Bench(tmp_path / "run", training=ONE_ROUND).run()
+    assert not {"ray", "flwr"} & set(sys.modules)
+    needed = [line for line in requires("fednl") or [] if "extra ==" not in line]
+    assert needed and not [line for line in needed if line.lower().startswith(("ray", "flwr"))]
 
 
 def test_c21_two_replies_under_one_name_count_once(tmp_path: Path) -> None:

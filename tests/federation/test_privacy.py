@@ -231,7 +231,7 @@ def test_the_secret_is_in_the_checkpoint_and_nowhere_else(tmp_path: Path) -> Non
 def begin_privacy_secret(settings: PrivacySettings) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
-        spent = begin_privacy(settings)
+        spent = begin_privacy(settings, 9)
     assert spent is not None
     return spent.secret
 
@@ -258,8 +258,8 @@ def test_g05_without_the_extra_a_setting_says_what_to_install(monkeypatch: pytes
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "dp_accounting" else find(name))
     with pytest.raises(SettingsError, match=r'mode = "central" needs dp-accounting.*fednl\[privacy\]'):
-        begin_privacy(CENTRAL)
-    assert begin_privacy(PrivacySettings()) is None
+        begin_privacy(CENTRAL, 9)
+    assert begin_privacy(PrivacySettings(), 9) is None
 
 
 @needs_accounting
@@ -392,3 +392,16 @@ def test_g10_a_pickle_in_somebodys_checkpoint_is_never_opened(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="damaged"):
         toy.run()
     assert not (tmp_path / "opened").exists()
+
+
+def test_two_arms_with_a_fixed_seed_do_not_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    spent = [begin_privacy(CENTRAL, 9, arm) for arm in ("", "arms/federated-lora", "")]
+    assert spent[0] == spent[2] != spent[1]
+
+
+def test_a_delta_that_promises_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
+    with pytest.raises(SettingsError, match="below 1 / 200"):
+        begin_privacy(CENTRAL.model_copy(update={"delta": 0.005}), 200)
+    assert begin_privacy(CENTRAL.model_copy(update={"delta": 0.004}), 200) is not None

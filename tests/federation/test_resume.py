@@ -51,7 +51,7 @@ def outcome(toy: Bench, transport: Any, params: Params) -> tuple[Params, ClientS
     for row in rows:
         del row["seconds_s"]
         for client in row["clients"]:
-            for name in ("seconds_s", "up_bytes", "up_container_bytes"):
+            for name in ("seconds_s", "cpu_s", "up_bytes", "up_container_bytes"):
                 client.pop(name, None)
     return params, {**states, **server}, (toy.path / "best" / "params.safetensors").read_bytes(), rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from federation_toys import PROJECTION, SIZES, WRITE, Bench, Tampered, forge, start_params
 
-from fednl.errors import FednlError, MessageError
+from fednl.errors import FednlError, MessageError, SettingsError
 from fednl.federation import masking
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings
 from fednl.federation.masked_sum import MaskedSum
@@ -26,7 +26,7 @@ from fednl.federation.secure import (
     threshold,
     to_numbers,
 )
-from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.settings import TrainingSettings
 from fednl.federation.transport import InProcessTransport, Reply
 
 UNIFORM = CombineSettings(weights="uniform")
@@ -361,11 +361,17 @@ def test_a_client_with_nan_stays_out_of_the_sum(tmp_path: Path) -> None:
     assert (bob["status"], bob["reason"]) == ("failed", "non-finite")
 
 
-def test_fewer_than_three_clients_are_no_sum(tmp_path: Path) -> None:
-    toy = Bench(tmp_path, sizes={"ada": 3, "bob": 4}, exchange=SECURE, training=TrainingSettings(rounds=1))
-    toy.settings = FederationSettings(max_failed_rounds=5)
-    with pytest.raises(FednlError, match="None of the 1 rounds"):
+def test_g07_fewer_than_three_clients_are_refused_before_the_first_round(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, sizes={"ada": 3, "bob": 4}, exchange=SECURE)
+    with pytest.raises(SettingsError, match="needs 3 clients or more in a round, but 2 are asked"):
         toy.run()
+    assert toy.rows() == []
+
+
+def test_rounds_without_a_sum_end_the_run(tmp_path: Path) -> None:
+    toy = Bench(tmp_path, sizes=FIVE, exchange=SECURE, training=TrainingSettings(rounds=1))
+    with pytest.raises(FednlError, match="None of the 1 rounds"):
+        toy.run(toy.transport(lambda replies: replies[:2]))
     assert "2 clients are too few for a masked sum" in toy.rows()[0]["reason"]
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from synthetic import CONFIG, make_run, round_row, rows_at
 
 from fednl.errors import CheckpointError, SettingsError
-from fednl.evaluation.needles import result_rows
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import result_rows
 from fednl.report import report, terminal_table
 from fednl.runs import Run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 LETTERS = ("A", "B", "C", "D")
 
@@ -78,7 +78,7 @@ class NeedleExample:
         removed_ids: the same prompt with every event's tokens replaced by further filler, equally long.
         further: (question, answer) tokens of more questions about the same haystack, which training may ask
             after the first answer.
-        task: in a stream of tasks, which of them it belongs to; else empty.
+        task: where a client holds several kinds of data, or a stream of them, which of these; else empty.
     """
 
     client: str
@@ -96,13 +96,64 @@ class NeedleExample:
     task: str = ""
 
 
-@dataclass(frozen=True)
-class Splits:
-    """A client's examples, in a stream task after task; the three lists share no filler text."""
+class Example(Protocol):
+    """What training, scoring and the list of who holds what read of an example of any task."""
 
-    train: list[NeedleExample]
-    validation: list[NeedleExample]
-    test: list[NeedleExample]
+    @property
+    def client(self) -> str:
+        """Whose example it is."""
+
+    @property
+    def index(self) -> int:
+        """Its number within client and split."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, answer excluded."""
+
+    @property
+    def removed_ids(self) -> tuple[int, ...]:
+        """The prompt without what the answer stands in; empty where a task has no such thing."""
+
+    @property
+    def question_start(self) -> int:
+        """Position of the question's first token in the prompt."""
+
+    @property
+    def candidate_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Each candidate's tokens as they continue the prompt."""
+
+    @property
+    def gold(self) -> int:
+        """Position of the right candidate."""
+
+    @property
+    def further(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """(question, answer) tokens that training may ask after the first answer."""
+
+    @property
+    def task(self) -> str:
+        """The task that it belongs to in a stream of tasks; empty where there is none."""
+
+
+class Demonstrated(Example, Protocol):
+    """An example that can be shown with its answer."""
+
+    @property
+    def separator_ids(self) -> tuple[int, ...]:
+        """The line break that ends a demonstration."""
+
+
+AnyExample = TypeVar("AnyExample", bound=Example)
+
+
+@dataclass(frozen=True)
+class Splits(Generic[AnyExample]):
+    """A client's examples; no text is in two of the three lists."""
+
+    train: list[AnyExample]
+    validation: list[AnyExample]
+    test: list[AnyExample]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
 from fednl.data.long_tail import long_tail
+from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needle_clients import CLIENTS
 from fednl.data.settings import DataSettings
 from fednl.data.stream import Stream, TasksSettings, numbered_clients
@@ -18,7 +19,6 @@ from fednl.seeding import python_rng
 __all__ = [
     "ANSWERS",
     "CLIENTS",
-    "Build",
     "Event",
     "NeedleExample",
     "Splits",
@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 ANSWERS = ("candidates", "recall", "letters")
-Build = Callable[[DataSettings, Tokenizer, int, str, int], dict[str, Splits]]
 
 
 def client_names(settings: DataSettings) -> list[str]:
@@ -50,10 +49,11 @@ def client_names(settings: DataSettings) -> list[str]:
 
 def build(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes every client's training, validation and test examples.
 
-    An example depends on the seed, its client, its split and its index, and not on how many others there are.
+    A client is a kind of needle, or with `data.dirichlet-alpha` holds several kinds in shares of its own. An example
+    depends on the seed, its client, its split and its index, and not on how many others there are.
     Every event ends at least `window_tokens` before the first answer token.
 
     Args:
@@ -72,13 +72,16 @@ def build(
 
     Source: FedNL, appendix C.3.
     """
-    holds = {name: (name,) for name in client_names(settings)}
-    return _build(settings, tokenizer, window_tokens, answer, seed, holds)
+    if settings.dirichlet_alpha:
+        plan = _mixed(settings, seed)
+    else:
+        plan = _plan(settings, {name: (name,) for name in client_names(settings)}, seed)
+    return _build(settings, tokenizer, window_tokens, answer, seed, plan)
 
 
 def build_stream(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int, tasks: TasksSettings
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes the examples of clients who all meet the same kinds of needles, one kind after the other.
 
     Every example says which kind it is (`task`), and each client's are its own. Otherwise as `build`.
@@ -98,14 +101,59 @@ def build_stream(
     for kind in tasks.order:
         if kind not in CLIENTS:
             raise SettingsError(f'tasks.order names "{kind}", which is no kind of needle: choose from {_KINDS}.')
-    names = numbered_clients(settings.clients)
-    _check_held_out(settings, names)
-    stream = Stream(tasks, tuple(names))
-    holds = {name: stream.tasks_of(name) for name in names}
-    return _build(settings, tokenizer, window_tokens, answer, seed, holds)
+    if settings.dirichlet_alpha:
+        raise SettingsError(
+            f"data.dirichlet-alpha = {settings.dirichlet_alpha:g} mixes kinds and tasks.order parts them: set one of "
+            "the two."
+        )
+    stream = Stream(tasks, tuple(_numbered(settings)))
+    plan = _plan(settings, {name: stream.tasks_of(name) for name in stream.clients}, seed)
+    return _build(settings, tokenizer, window_tokens, answer, seed, plan)
 
 
 _KINDS = ", ".join(CLIENTS)
+_Plan = dict[str, dict[str, dict[str, int]]]
+"""client -> kind, in its order -> split -> number of examples."""
+
+
+def _plan(settings: DataSettings, holds: Mapping[str, Sequence[str]], seed: int) -> _Plan:
+    """Every client has as many examples of each of its kinds; only training has a long tail."""
+    kinds = sorted({kind for some in holds.values() for kind in some})
+    train = long_tail(kinds, settings.train, settings.imbalance, seed)
+    rest = {"validation": settings.validation, "test": settings.test}
+    plan = {client: {kind: {"train": train[kind], **rest} for kind in some} for client, some in holds.items()}
+    return _without_training(settings, plan)
+
+
+def _mixed(settings: DataSettings, seed: int) -> _Plan:
+    """Kinds in unlike shares, by which a client is also validated and tested; a held-out one is asked of all kinds."""
+    names, kinds = _numbered(settings), list(CLIENTS)
+    trained = [name for name in names if name not in settings.hold_out_clients]
+    shares = mixtures(kinds, trained, settings.train, settings.dirichlet_alpha, settings.imbalance, seed)
+    plan: _Plan = {}
+    for name in names:
+        own = shares.get(name) or dict.fromkeys(kinds, 1)
+        validation, test = apportion(own, settings.validation), apportion(own, settings.test)
+        plan[name] = {
+            kind: {"train": n * bool(settings.train), "validation": validation[kind], "test": test[kind]}
+            for kind, n in own.items()
+        }
+    return _without_training(settings, plan)
+
+
+def _without_training(settings: DataSettings, plan: _Plan) -> _Plan:
+    """The plan with nothing but tests for held-out clients."""
+    none = {"train": 0, "validation": 0}
+    return {
+        client: {kind: n | none if client in settings.hold_out_clients else n for kind, n in kinds.items()}
+        for client, kinds in plan.items()
+    }
+
+
+def _numbered(settings: DataSettings) -> Sequence[str]:
+    names = numbered_clients(settings.clients)
+    _check_held_out(settings, names)
+    return names
 
 
 def _build(
@@ -114,25 +162,26 @@ def _build(
     window_tokens: int,
     answer: str,
     seed: int,
-    holds: Mapping[str, Sequence[str]],
-) -> dict[str, Splits]:
+    plan: _Plan,
+) -> dict[str, Splits[NeedleExample]]:
     """Makes the examples of clients, each of whom holds some kinds in an order."""
     if answer not in ANSWERS:
         raise SettingsError(f'evaluation.answer is "{answer}"; it must be one of: {", ".join(ANSWERS)}.')
-    train = long_tail(
-        sorted({kind for kinds in holds.values() for kind in kinds}), settings.train, settings.imbalance, seed
-    )
-    pieces = [(client, kind, split) for client, kinds in holds.items() for kind in kinds for split in SPLITS]
-    encoded = {piece: _needles(settings, tokenizer, answer, seed, *piece, train[piece[1]]) for piece in pieces}
+    encoded = {
+        (client, kind, split): _needles(settings, tokenizer, answer, seed, client, kind, split, kinds[kind][split])
+        for client, kinds in plan.items()
+        for kind in kinds
+        for split in SPLITS
+    }
     everything = [one for some in encoded.values() for one in some]
     check_budget(everything, settings.tokens, window_tokens, answer)
     if not everything:
-        return {client: Splits([], [], []) for client in holds}
+        return {client: Splits([], [], []) for client in plan}
     regions = split_regions(load_filler(settings.filler), tokenizer, settings.tokens)
 
     def placed(client: str, split: str) -> list[NeedleExample]:
         found: list[NeedleExample] = []
-        for kind in holds[client]:
+        for kind in plan[client]:
             rng = python_rng(seed, f"needles/filler/{split}", _holder(client, kind))
             for one in encoded[client, kind, split]:
                 example = place(
@@ -148,7 +197,7 @@ def _build(
                 found.append(example if client == kind else replace(example, task=kind))
         return found
 
-    return {client: Splits(*(placed(client, split) for split in SPLITS)) for client in holds}
+    return {client: Splits(*(placed(client, split) for split in SPLITS)) for client in plan}
 
 
 def _holder(client: str, kind: str) -> str:
@@ -164,13 +213,10 @@ def _needles(
     client: str,
     kind: str,
     split: str,
-    train: int,
+    number: int,
 ) -> list[Encoded]:
-    counts = {"train": train, "validation": settings.validation, "test": settings.test}
-    if client in settings.hold_out_clients and split != "test":
-        return []
     rng = python_rng(seed, f"needles/content/{split}", _holder(client, kind))
-    needles = [CLIENTS[kind](rng, settings.events) for _ in range(counts[split])]
+    needles = [CLIENTS[kind](rng, settings.events) for _ in range(number)]
     return encode_needles(needles, tokenizer, answer, settings.questions - 1 if split == "train" else 0)
 
 

@@ -8,8 +8,9 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
-from fednl.data.examples import NeedleExample, Splits
+from fednl.data.examples import Example, Splits
 from fednl.errors import SettingsError
 from fednl.seeding import python_rng
 
@@ -96,7 +97,7 @@ def _cumulated_shares(rng: random.Random, clients: int, alpha: float) -> list[fl
     return [*(value / total for value in sums), 1.0]
 
 
-def partition_rows(clients: Mapping[str, Splits]) -> list[PartitionRow]:
+def partition_rows(clients: Mapping[str, Splits[Any]]) -> list[PartitionRow]:
     """Lists every client's splits, empty ones included.
 
     Args:
@@ -113,7 +114,7 @@ def partition_rows(clients: Mapping[str, Splits]) -> list[PartitionRow]:
     ]
 
 
-def _row(client: str, split: str, examples: Sequence[NeedleExample]) -> PartitionRow:
+def _row(client: str, split: str, examples: Sequence[Example]) -> PartitionRow:
     digest = hashlib.sha256()
     for one in examples:
         parts = [one.prompt_ids, one.candidate_ids, one.gold, one.removed_ids, *one.further]

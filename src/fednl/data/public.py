@@ -123,7 +123,7 @@ def build_public(
 
 def build(
     settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int
-) -> dict[str, Splits]:
+) -> dict[str, Splits[NeedleExample]]:
     """Makes the practice task a task of its own: one client, `public`, so that `fednl train` makes public rules.
 
     Of the settings it reads `tokens`, `questions` and the three counts. Each split has its own facts and its own

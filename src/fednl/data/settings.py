@@ -21,6 +21,10 @@ class DataSettings(BaseModel):
             zero examples.
         imbalance: above 1 makes a long tail: `train` is what the largest kind of data has, this many times what the
             smallest has, and the others lie exponentially between; which is which is drawn by seed.
+        dirichlet_alpha: above 0, the needle task's clients are no kinds but hold several, in shares drawn from a
+            symmetric Dirichlet distribution: small for few kinds a client, large for the same mixture everywhere.
+            `train` is then the mean over clients, `imbalance` that of all kinds together, and validation and test go by
+            the same shares.
         validation: validation examples per client.
         test: test examples per client.
         events: needles per haystack.
@@ -39,6 +43,7 @@ class DataSettings(BaseModel):
     hold_out_clients: tuple[str, ...] = Field(default=(), strict=False)
     train: int = Field(default=750, ge=0)
     imbalance: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    dirichlet_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     validation: int = Field(default=15, ge=0)
     test: int = Field(default=15, ge=0)
     events: int = Field(default=4, ge=1, le=32)

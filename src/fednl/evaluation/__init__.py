@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fednl.evaluation.needles import result_rows as result_rows
     from fednl.evaluation.outcomes import Outcome as Outcome
     from fednl.evaluation.outcomes import load_outcomes as load_outcomes
     from fednl.evaluation.outcomes import save_outcomes as save_outcomes
+    from fednl.evaluation.rows import result_rows as result_rows
     from fednl.evaluation.scoring import score_candidates as score_candidates
     from fednl.evaluation.settings import ARMS as ARMS
     from fednl.evaluation.settings import EvaluationSettings as EvaluationSettings
@@ -19,7 +19,7 @@ _FILE_OF = {
     "EvaluationSettings": "settings",
     "Outcome": "outcomes",
     "load_outcomes": "outcomes",
-    "result_rows": "needles",
+    "result_rows": "rows",
     "save_outcomes": "outcomes",
     "score_candidates": "scoring",
 }

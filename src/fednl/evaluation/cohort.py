@@ -1,7 +1,7 @@
 """How unequally clients fare: the worst of them, the spread, and head, middle and tail of a long tail.
 
-A row is as in `fednl.evaluation.needles`; its `client` is one of `COHORT`, and `of` names the clients behind it.
-Imports no torch.
+A row is as in `fednl.evaluation.rows`; its `client` is one of `COHORT`, and `of` names the clients, or kinds of
+data, behind it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def cohort_rows(
     bounds: tuple[float, float] | None,
     seed: int,
     resamples: int = 10_000,
+    kinds: Mapping[str, Sequence[float]] | None = None,
 ) -> list[dict[str, Any]]:
     """Makes the rows of one arm and metric; none for a single client.
 
@@ -31,11 +32,12 @@ def cohort_rows(
 
     Args:
         clients: client -> its outcomes, at least one each.
-        groups: `head`, `middle` and `tail` -> clients; those without outcomes are left out.
+        groups: `head`, `middle` and `tail` -> clients or kinds of data; those without outcomes are left out.
         higher_is_better: False for a loss.
         bounds: the least and the largest value an outcome can have, where it has such.
         seed: names the bootstrap's random stream.
         resamples: bootstrap resamples per interval.
+        kinds: kind of data -> its outcomes, where the groups are of these.
 
     Source: ours; the worst client as in agnostic federated learning (arXiv 1902.00146), as a measure only.
     """
@@ -47,10 +49,11 @@ def cohort_rows(
     rows: list[dict[str, Any]] = [_over(WORST, ranked[:1], clients, bounds, seed, resamples)]
     rows.append({"client": SPREAD, "of": [ranked[0], ranked[-1]], "n": total})
     rows[-1]["value"] = abs(means[ranked[-1]] - means[ranked[0]])
+    outcomes = clients if kinds is None else kinds
     for group, names in groups.items():
-        found = [name for name in names if name in clients]
+        found = [name for name in names if name in outcomes]
         if found:
-            rows.append(_over(group, found, clients, bounds, seed, resamples))
+            rows.append(_over(group, found, outcomes, bounds, seed, resamples))
     return rows
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.scoring import evaluating, forward
 
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")

@@ -26,7 +26,7 @@ class Outcome:
         nats_per_token: cross-entropy of the right candidate, averaged over its tokens.
         token_accuracy: share of the right candidate's tokens that are the likeliest given those before.
         gold_tokens: tokens of the right candidate.
-        task: in a stream of tasks, which of them asks; else empty.
+        task: where a client holds several kinds of data, or a stream of them, which of these asks; else empty.
     """
 
     client: str

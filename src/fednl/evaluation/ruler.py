@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fednl.evaluation.needles import MACRO, Row
+from fednl.evaluation.rows import MACRO, Row
 from fednl.evaluation.statistics import Interval, bootstrap_mean, macro_mean
 
 

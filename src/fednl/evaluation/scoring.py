@@ -7,11 +7,12 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fednl.data.examples import Example
 from fednl.errors import FednlError, SettingsError
 from fednl.evaluation.outcomes import Outcome
 
@@ -19,45 +20,13 @@ TIE_NATS = 1e-6
 """Scores closer than this are a tie: float32 does not tell them apart across batch sizes."""
 
 
-class Question(Protocol):
-    """What scoring reads of an example; `NeedleExample` is one."""
-
-    @property
-    def client(self) -> str:
-        """The client it belongs to."""
-
-    @property
-    def index(self) -> int:
-        """Its number within the client's split."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens, the question last."""
-
-    @property
-    def removed_ids(self) -> tuple[int, ...]:
-        """The prompt with filler in place of every event."""
-
-    @property
-    def question_start(self) -> int:
-        """Position of the question's first token in the prompt."""
-
-    @property
-    def candidate_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Each candidate's tokens as they continue the prompt."""
-
-    @property
-    def gold(self) -> int:
-        """Position of the right candidate."""
-
-
 def score_candidates(
     model: nn.Module,
-    examples: Sequence[Question],
+    examples: Sequence[Example],
     *,
     arm: str,
     make_cache: Callable[[nn.Module], Any],
-    ids: Literal["prompt_ids", "removed_ids"] = "prompt_ids",
+    ids: str = "prompt_ids",
     zero_state_at_question: bool = False,
     batch: int = 8,
     piece_tokens: int = 2048,
@@ -85,7 +54,8 @@ def score_candidates(
         make_cache: makes an empty cache for the model, for example `fednl.MemoryCache`. It must know
             `batch_repeat_interleave(n)`, and `reset_state()` where `zero_state_at_question` is set; one with a true
             `one_at_a_time` is given tokens one by one after its first piece.
-        ids: which tokens are the prompt: with the events, or with every event replaced by filler.
+        ids: which tokens of an example are the prompt: `prompt_ids`, `removed_ids` (every event replaced by filler), or
+            another attribute that the examples have.
         zero_state_at_question: forget the memory state (not the window) just before the question.
         batch: questions per forward pass, at least 1; results do not depend on it beyond rounding.
         piece_tokens: the prompt is read in pieces of at most this many tokens, to bound the attention mask.
@@ -135,7 +105,7 @@ def tie_order(client: str, index: int, candidates: int) -> list[int]:
 
 
 def _groups(
-    examples: Sequence[Question], ids: str, zero_state: bool, batch: int
+    examples: Sequence[Example], ids: str, zero_state: bool, batch: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Batches of equally long prompts, so that none is padded, and where to zero the state."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -179,7 +149,7 @@ def forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: in
 
 
 def _score_group(
-    model: nn.Module, group: Sequence[Question], last: Tensor, cache: Any, past: int, arm: str
+    model: nn.Module, group: Sequence[Example], last: Tensor, cache: Any, past: int, arm: str
 ) -> list[Outcome]:
     """Continues every prompt with each of its candidates and turns the log probabilities into outcomes."""
     count = len(group[0].candidate_ids)
@@ -208,7 +178,7 @@ def _score_group(
     return [_outcome(example, rows[i * count : (i + 1) * count]) for i, example in enumerate(group)]
 
 
-def _outcome(example: Question, rows: Sequence[tuple[list[float], list[bool]]]) -> Outcome:
+def _outcome(example: Example, rows: Sequence[tuple[list[float], list[bool]]]) -> Outcome:
     scores = [sum(logprobs) / len(logprobs) for logprobs, _ in rows]
     best = max(scores)
     order = tie_order(example.client, example.index, len(rows))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fednl.evaluation.needles import MACRO, Row
+from fednl.evaluation.rows import MACRO, Row
 from fednl.evaluation.statistics import LEVEL, Difference
 
 LEAST_SEEDS = 3
@@ -70,7 +70,7 @@ def over_seeds(runs: Sequence[Sequence[Row]]) -> list[OverSeeds]:
     """Compares arms over the runs of several seeds, comparison by comparison in the order of the first run.
 
     Args:
-        runs: the rows of one results file each, as `fednl.evaluation.needles.result_rows` makes them, of runs that
+        runs: the rows of one results file each, as `fednl.evaluation.rows.result_rows` makes them, of runs that
             differ in nothing but their seed. A comparison that a run lacks counts the others only.
     """
     found: dict[tuple[str, str, str], dict[int, float]] = {}

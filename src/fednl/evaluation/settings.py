@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Arm = Literal[
     "full-attention",
+    "zero-shot",
+    "local-icl",
     "window-only",
     "public-rules",
     "federated-lora",
@@ -20,6 +22,8 @@ Arm = Literal[
 
 ARMS: dict[str, str] = {
     "full-attention": "full attention",
+    "zero-shot": "zero-shot",
+    "local-icl": "in-context learning from own demonstrations",
     "window-only": "window only",
     "public-rules": "public rules alone",
     "federated-lora": "FedAvg-LoRA, window, no memory",

@@ -1,6 +1,6 @@
 """What a stream of tasks leaves behind: every task after every task, forgetting, backward transfer. Imports no torch.
 
-A row of `results/stream.json` is as in `fednl.evaluation.needles`, with `task` (the place in each client's own order,
+A row of `results/stream.json` is as in `fednl.evaluation.rows`, with `task` (the place in each client's own order,
 from 1) and `after` (how many tasks were done when it was asked). The rows `forgetting` and `backward_transfer` have
 `of`, the metric they are about, in whose unit they are.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fednl.errors import DataError
-from fednl.evaluation.needles import CHANCE, MACRO, Row
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import CHANCE, MACRO, Row
 from fednl.evaluation.statistics import LEVEL, Difference, Interval, macro_difference, macro_mean
 
 FORGETTING, BACKWARD_TRANSFER = "forgetting", "backward_transfer"
@@ -56,7 +56,9 @@ def stream_rows(
     for arm, afters in arms.items():
         for metric in STREAM_METRICS:
             table = _table(arm, afters, orders, metric)
-            common = {"method": arm, "client": MACRO, "seed": seed, "tokens": tokens, "clients": len(orders)}
+            # A held-out client has no local-only rules, so an arm may be answered by fewer clients than there are.
+            answering = len(table[1][1])
+            common = {"method": arm, "client": MACRO, "seed": seed, "tokens": tokens, "clients": answering}
             rows += [common | row for row in _cells(table, metric, seed, resamples)]
             if len(afters) > 1:
                 rows += [common | row for row in _summaries(table, metric, seed, resamples)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fednl.errors import NonFiniteError, SettingsError
 from fednl.evaluation.costs import cache_bytes
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.scoring import evaluating, forward
 from fednl.evaluation.statistics import bootstrap_mean, paired_bootstrap
 

@@ -49,19 +49,26 @@ class Spent:
         return replace(self, releases=(*self.releases, (noise, rate, 1)))
 
 
-def begin_privacy(settings: PrivacySettings) -> Spent | None:
+def begin_privacy(settings: PrivacySettings, clients: int, arm: str = "") -> Spent | None:
     """Gives the state before the first round; None without noise.
 
     Args:
         settings: the `[privacy]` section.
+        clients: how many there are.
+        arm: which arm of a comparison this is: two with the same noise would tell what it hides.
 
     Raises:
-        SettingsError: the library that counts what is spent is not installed.
+        SettingsError: the library that counts what is spent is not installed, or delta promises nothing.
     """
     if settings.mode == "none":
         return None
     check_accounting(settings)
-    secret = secrets.randbits(62) if settings.noise_seed is None else seed_of(settings.noise_seed, "privacy")
+    if settings.delta * clients >= 1:
+        raise SettingsError(
+            f"[privacy] delta = {settings.delta:g} would allow one of {clients} clients to be given away whole: set it "
+            f"below 1 / {clients}, better far below."
+        )
+    secret = secrets.randbits(62) if settings.noise_seed is None else seed_of(settings.noise_seed, "privacy", arm)
     return Spent(secret, settings.clip)
 
 

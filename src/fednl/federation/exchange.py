@@ -11,6 +11,9 @@ from fednl.errors import SettingsError
 from fednl.federation.settings import FederationSettings, Section
 from fednl.federation.traits import Traits
 
+FEWEST_MASKED = 3
+"""A masked sum of fewer clients hides nothing."""
+
 ROBUST = ("trimmed-mean", "median", "multi-krum")
 
 
@@ -80,6 +83,7 @@ class PrivacySettings(Section):
             `clip`, adds Gaussian noise to the sum and divides by the number of clients planned for a round, so that
             the rules tell little of whether a client took part; `"local"`: each client shortens and adds that noise
             itself, so that its own messages tell little of its data. Local noise is many times larger in the mean.
+            Under central noise `clients-per-round` is how many are drawn on average: keep the quorum well below it.
         noise_multiplier: standard deviation of the noise, in lengths of `clip`; above 0.
         clip: the longest change, as L2 norm; above 0. Where it adapts, the first round's.
         adaptive_clip: let `clip` follow the length that `clip_quantile` of the changes stay below; central only.
@@ -164,6 +168,11 @@ def check_exchange(exchange: Exchange, federation: FederationSettings, traits: T
         )
     if exchange.privacy.mode != "none" or exchange.privacy.secure:
         _check_privacy(exchange, federation, traits)
+    if exchange.privacy.secure and 0 < asked < FEWEST_MASKED:
+        raise SettingsError(
+            f"[privacy] secure = true needs {FEWEST_MASKED} clients or more in a round, but {asked} are asked: of two, "
+            "each would learn the other's change from the sum."
+        )
 
 
 def _check_privacy(exchange: Exchange, federation: FederationSettings, traits: Traits) -> None:

@@ -13,7 +13,7 @@ from fednl.federation.validate import Wanted
 from fednl.federation.wire import container_bytes
 
 # What a row may hold of a client's own metrics: names that a client invents could carry anything.
-_METRICS = ("loss", "loss_first", "loss_last", "seconds_s")
+_METRICS = ("loss", "loss_first", "loss_last", "seconds_s", "cpu_s")
 
 VALID = ("ok", "empty", "withheld")
 """What a row says of a client whose reply was accepted: with an update, or without, for want of examples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,10 @@ class Problem(Protocol):
     @property
     def num_examples(self) -> int:
         """Trainable examples in the client's training split."""
+        ...
+
+    def collect(self) -> Params:
+        """Gives what an adapter reads off the client's training examples without training, by the names of rules."""
         ...
 
     def loss(self, params: Params, batch: Any) -> torch.Tensor:
@@ -136,52 +140,51 @@ def train_locally(
         DataError: the client has examples, but its data gave no batch.
     """
     _check_allowed(algorithm, received)
+    if given := algorithm.given(received.extra):
+        state = {**state, **{f"given/{name}": received.extra[name].clone() for name in given}}
     if problem.num_examples < fewest:
         params, extra = copy(algorithm.returns(received.params)), copy(algorithm.extra(received.params))
         status = "withheld" if problem.num_examples else "empty"
         return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status=status), state
-    started_s = time.perf_counter()
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
     watched = _Watched(problem)
     params, new_state = algorithm.start(received, state, watched)
+    steps = algorithm.steps(new_state, plan.steps)
     optimizer = _AdamW(params, algorithm.trainable(params), new_state, plan)
     losses: list[float] = []
     watched.take()  # a loss that the algorithm looked at before the first step is not a step's
-    for step, batch in enumerate(problem.batches("train", plan.steps)):
+    for step, batch in enumerate(problem.batches("train", steps)):
         grads = algorithm.gradient(params, batch, received, new_state, watched)
         moved = {**params, **optimizer.step(grads, learning_rate(plan, step))}
         new_state = algorithm.after_step(params, moved, grads, new_state)
         params = moved
         losses.append(watched.take())
         if on_step is not None:
-            on_step({"step": step + 1, "steps": plan.steps, "loss": losses[-1]})
-    if not losses:
+            on_step({"step": step + 1, "steps": steps, "loss": losses[-1]})
+    if steps and not losses:
         raise DataError(f'Client "{received.client}" has {problem.num_examples} examples but gave no batch.')
     if plan.ends:
         new_state = algorithm.boundary(plan.ends, params, new_state, watched)
     message, new_state = algorithm.finish(params, received, optimizer.kept(new_state), watched)
-    message = _signed(message, received, losses, time.perf_counter() - started_s)
+    spent = {"seconds_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
+    message = _signed(message, received, losses, spent)
     _check_allowed(algorithm, message)
     healthy = finite(message.params) and finite(new_state)
     return message, new_state if healthy else state
 
 
-def _signed(message: Message, received: Message, losses: list[float], seconds_s: float) -> Message:
+def _signed(message: Message, received: Message, losses: list[float], spent: Mapping[str, float]) -> Message:
     """The reply with the round it answers and what was measured."""
-    metrics = {
-        **message.metrics,
-        "loss": sum(losses) / len(losses),
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "steps": float(len(losses)),
-        "seconds_s": seconds_s,
-    }
+    metrics = {**message.metrics, "steps": float(len(losses)), **spent}
+    if losses:
+        metrics |= {"loss": sum(losses) / len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
     return replace(message, metrics=metrics, round=received.round, client=received.client, run=received.run)
 
 
 def _check_allowed(algorithm: FedAvg, message: Message) -> None:
     """The client's own allow-list, so that neither a server nor an algorithm gets at what is private."""
     stray = len(set(message.params) - set(algorithm.shared(message.params)))
-    stray += len(set(message.extra) - set(algorithm.extra(message.params)))
+    stray += len(set(message.extra) - set(algorithm.extra(message.params)) - set(algorithm.given(message.extra)))
     if stray:
         raise MessageError(
             "unknown-name",
@@ -199,6 +202,9 @@ class _Watched:
     @property
     def num_examples(self) -> int:
         return self._problem.num_examples
+
+    def collect(self) -> Params:
+        return self._problem.collect()
 
     def loss(self, params: Params, batch: Any) -> torch.Tensor:
         loss = self._problem.loss(params, batch)
@@ -242,6 +248,8 @@ class _AdamW:
         others = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer/")}
         if self._optimizer is None or self._plan.optimizer_state == "reset":
             return others
+        if not self._optimizer.state:  # no step was taken, so the moments are those from before
+            return state
         for name, leaf in self._leaves.items():
             own = self._optimizer.state[leaf]
             others |= {f"optimizer/{moment}/{name}": own[moment].clone() for moment in _MOMENTS}

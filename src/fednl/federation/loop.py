@@ -12,7 +12,7 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
-from fednl.federation.ledger import Ledger
+from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_combine import LoraCombiner
 from fednl.federation.lora_ranks import Ranks, check_lora
 from fednl.federation.masked_round import MaskedMean, MaskedRound
@@ -146,7 +146,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combiner = _combiner(fed, shared, None if private is None else private.sum)
-    ledger = _ask(fed, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
+    ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
     told, spent = combiner.facts(), None
     if private is not None:
@@ -168,12 +168,22 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
+        told=_told(fed, point, ledger),
         spent=spent,
     )
     after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
+
+
+def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
+    """Who has what the server gives, after this round: whoever answers without fault keeps what it was sent."""
+    if not fed.algorithm.made(point.server_state):
+        return ()
+    faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
+    kept = {client for client in point.told if faultless.get(client, True)}
+    return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
 def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> LoraCombiner | PrivateSum | MaskedMean:
@@ -185,7 +195,7 @@ def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> Lora
     return LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
 
 
-def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
+def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
     """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
     number, shared = message.round, message.params
     progress = Steps(fed, number, asked)
@@ -194,14 +204,16 @@ def _ask(fed: Federation, message: Message, asked: list[str], combiner: Combiner
         masked = MaskedRound(fed, message, _deadline_s(fed, number))
         return masked.run(asked, combiner, progress.step, progress.client_done)
     algorithm, traffic, ranks = fed.algorithm, fed.exchange.traffic, Ranks(fed.settings.lora_ranks)
+    given = {name: point.params[name] for name in algorithm.given(point.params)}
+    made = algorithm.made(point.server_state)
     down_bytes, tensor_bytes, wanted = {}, {}, {}
     for client in asked:
         offer = algorithm.offer(shared, ranks.of(client))
-        sent = encode(replace(message, params=offer, client=client), traffic.down, {}, {})[0]
+        beside = {**message.extra, **(given if made and client not in point.told else {})}
+        sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
-        wanted[client] = Wanted(
-            algorithm.returns(offer), algorithm.extra(offer), number, fed.run_name, traffic.up_coding
-        )
+        extra = {**algorithm.extra(offer), **({} if made else given)}
+        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding)
     ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):

@@ -9,13 +9,14 @@ import torch
 
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES
+from fednl.federation.exchange import FEWEST_MASKED
 from fednl.federation.ledger import Ledger
 from fednl.federation.masked_sum import MaskedSum
 from fednl.federation.message import Message
 from fednl.federation.params import Params, count, max_abs
 from fednl.federation.privacy import PrivateSum
 from fednl.federation.record import Federation
-from fednl.federation.secure import FEWEST, STAGES, layout, resolution
+from fednl.federation.secure import STAGES, layout, resolution
 from fednl.federation.transport import OnClient
 from fednl.federation.validate import Wanted
 
@@ -107,16 +108,16 @@ class MaskedRound:
         keys = {
             client: reply["keys"] for client, reply in self._ask(0, dict.fromkeys(asked, rules), 0, on_step, on_done)
         }
-        if 0 < len(keys) < FEWEST:
-            mean.why_not = f"{len(keys)} clients are too few for a masked sum, which needs {FEWEST}"
-        if len(keys) < FEWEST:
+        if 0 < len(keys) < FEWEST_MASKED:
+            mean.why_not = f"{len(keys)} clients are too few for a masked sum, which needs {FEWEST_MASKED}"
+        if len(keys) < FEWEST_MASKED:
             return self.ledger
         sums = MaskedSum(keys, self._message.params, self._range)
         together = torch.stack([keys[client] for client in sums.clients])
         size = len(sums.clients)
         places = {c: self._letter(1, keys=together, position=torch.tensor(at)) for at, c in enumerate(sums.clients)}
         shares = {client: reply["shares"] for client, reply in self._ask(1, places, size)}
-        if self._lost(len(shares), max(sums.needed, FEWEST), size, "shared their secrets", mean):
+        if self._lost(len(shares), max(sums.needed, FEWEST_MASKED), size, "shared their secrets", mean):
             return self.ledger
         present = sums.places(shares)
         letters = {c: self._letter(2, shares=sums.letters(shares, c), present=present) for c in sorted(shares)}

@@ -20,6 +20,7 @@ SHARED_PRESETS: dict[str, tuple[str, ...]] = {
     "memory": ("write", "gate"),
     "theta": ("write", "gate", "projection", "address"),
     "lora": ("lora",),
+    "context": ("coefficients",),
     "all": ("*",),
 }
 """Names for what usually travels; each stands for groups, or for the pattern that matches every name."""
@@ -29,9 +30,11 @@ def group_of(name: str) -> str:
     """Tells the group of a rule by its canonical name; empty for a name of neither known form.
 
     Args:
-        name: `layers.{i}.memory.{group}.{tensor}` or `layers.{i}.{module}.lora_A`.
+        name: `layers.{i}.memory.{group}.{tensor}`, `layers.{i}.{module}.lora_A` or `context.{group}`.
     """
     parts = name.split(".")
+    if parts[0] == "context":
+        return parts[1]
     if "memory" in parts[:-2]:
         return parts[parts.index("memory") + 1]
     return "lora" if parts[-1].startswith("lora_") else ""
@@ -193,8 +196,17 @@ def personal(params: Params, state: ClientState) -> Params:
         params: all rules, as `run_rounds` returns them.
         state: the client's state, as `Transport.states` gives it.
     """
-    kept = {name.removeprefix("private/"): t for name, t in state.items() if name.startswith("private/")}
-    return copy({**params, **kept})
+    return copy({**params, **kept(state, "private")})
+
+
+def kept(state: ClientState, prefix: str) -> Params:
+    """Gives what a client's state holds under `PREFIX/NAME`, by NAME.
+
+    Args:
+        state: the client's state; the tensors are not copied.
+        prefix: `"private"` or `"given"`.
+    """
+    return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
 def _entries(shared: str | Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,9 @@ from fednl.runs import Run
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
+_NO_ANSWERS: Mapping[str, Sequence[bool]] = {}
+
+
 @dataclass(frozen=True)
 class Validation:
     """What was measured after a round.
@@ -37,19 +40,25 @@ class Validation:
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of_clients(cls, losses: Mapping[str, float]) -> Validation:
+    def of_clients(cls, losses: Mapping[str, float], answers: Mapping[str, Sequence[bool]] = _NO_ANSWERS) -> Validation:
         """Gives the view of a cohort: mean over clients, each counted once, the worst of them, and their spread.
 
         Args:
             losses: by client; the mean is summed in this order.
+            answers: by client, which of its questions were answered right, where they were answered; the accuracy is
+                that of all questions together.
         """
         mean = sum(losses.values()) / len(losses)
         # A NaN compares with nothing, so it would hide from max; no summary is better than one without it.
         worst, best = (max(losses.values()), min(losses.values())) if math.isfinite(mean) else (math.nan, math.nan)
-        return cls(
-            {"loss": mean, "loss_worst": worst, "loss_spread": worst - best},
-            {client: {"loss": loss} for client, loss in losses.items() if math.isfinite(loss)},
-        )
+        metrics = {"loss": mean, "loss_worst": worst, "loss_spread": worst - best}
+        clients = {client: {"loss": loss} for client, loss in losses.items() if math.isfinite(loss)}
+        asked = {client: right for client, right in answers.items() if right}
+        if asked:
+            metrics["accuracy"] = sum(map(sum, asked.values())) / sum(map(len, asked.values()))
+            for client, right in asked.items():
+                clients[client] = {**clients.get(client, {}), "accuracy": sum(right) / len(right)}
+        return cls(metrics, clients)
 
 
 Validate: TypeAlias = Callable[[int, Params], Validation]
@@ -66,6 +75,8 @@ class Point:
     failed_rounds: int = 0
     conduct: Conduct = field(default_factory=Conduct)
     spent: Spent | None = None
+    told: tuple[str, ...] = ()
+    """The clients that have what the algorithm gives them once."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,7 @@ def save(
             "best": point.best,
             "failed_rounds": point.failed_rounds,
             "conduct": asdict(point.conduct),
+            "told": point.told,
             **({"spent": point.spent.to_dict()} if point.spent else {}),
             "identity": fed.identity(),
         },
@@ -172,9 +184,11 @@ def begin(fed: Federation, params: Params) -> Point:
     if (fed.run.path / fed.inside("rounds.jsonl")).exists():
         fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
-    private = {f"private/{name}": params[name] for name in sorted(set(params) - set(fed.names))}
-    fed.transport.restore({client: copy(private) for client in fed.transport.clients()})
-    return Point(0, copy(params), spent=begin_privacy(fed.exchange.privacy))
+    private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
+    start = {f"private/{name}": params[name] for name in private}
+    fed.transport.restore({client: copy(start) for client in fed.transport.clients()})
+    spent = begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder)
+    return Point(0, copy(params), fed.algorithm.opening(params), spent=spent)
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
@@ -206,9 +220,9 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if rows < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
-    conduct = Conduct(**checkpoint.state.get("conduct", {}))
+    conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
     spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, spent)
+    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, spent, told)
 
 
 def write_final(fed: Federation, point: Point) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from fednl.errors import MessageError
+from fednl.federation.exchange import FEWEST_MASKED
 from fednl.federation.masking import (
     KEY_BYTES,
     SHARE_BYTES,
@@ -32,9 +33,6 @@ from fednl.federation.params import ClientState, Params
 
 STAGES = ("secure-keys", "secure-shares", "secure-masked", "secure-opened")
 """What a message's `coding` says in each exchange."""
-
-FEWEST = 3
-"""Of two clients, each would learn the other's change from the sum."""
 
 SEALED_BYTES = 2 * SHARE_BYTES + 32
 MODULUS = 2**32
@@ -135,7 +133,7 @@ def answer(stage: str, received: Params, state: ClientState, round: int, range: 
 def _share(own: Params, given: Params) -> tuple[Params, Params]:
     keys, position = given["keys"], int(given["position"])
     count = len(keys)
-    if count < FEWEST or not 0 <= position < count:
+    if count < FEWEST_MASKED or not 0 <= position < count:
         raise ValueError("too few clients for a sum")
     sealing, masking, seed = (as_bytes(row) for row in own["secrets"])
     if as_bytes(keys[position][0]) != public_key(sealing) or as_bytes(keys[position][1]) != public_key(masking):
@@ -155,7 +153,7 @@ def _share(own: Params, given: Params) -> tuple[Params, Params]:
 def _masked(own: Params, given: Params, range: float) -> tuple[Params, Params]:
     letters, present = given["shares"], _places(given["present"])
     count, position = len(own["keys"]), int(own["position"])
-    if position not in present or len(present) < max(FEWEST, threshold(count)):
+    if position not in present or len(present) < max(FEWEST_MASKED, threshold(count)):
         raise ValueError("too few clients for a sum")
     total = to_numbers(own["change"], range, count)
     total = total + mask(as_bytes(own["secrets"][2]), len(total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -57,13 +57,18 @@ class TrainingSettings(Section):
         return self
 
 
+Adapter = Literal["memory", "lora", "context-vectors"]
+
+
 class FederationSettings(Section):
     """Who is asked in a round, what travels, and when a round counts.
 
     Args:
+        adapters: what is trained: `"memory"`, `"lora"`, `"context-vectors"`, or a list of these; with memory a LoRA
+            whose `[lora] rank` is not 0 is trained too.
         algorithm: a name in `fednl.federation.algorithms.ALGORITHMS`.
-        shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"all"`), or a list of groups
-            and name patterns. Everything else stays private to each client.
+        shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"context"`, `"all"`), or a list of
+            groups and name patterns. Everything else stays private to each client.
         lora_ranks: clients whose LoRA has a lower rank than `lora.rank`, as `"PATTERN=RANK"`; the first shell-style
             pattern that fits a client's name counts, and the others have `lora.rank`.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
@@ -78,6 +83,8 @@ class FederationSettings(Section):
         quarantine_rounds: for how many rounds; one refusal after that puts it out again.
     """
 
+    # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
+    adapters: Annotated[tuple[Adapter, ...], Field(strict=False)] = ("memory",)
     algorithm: str = Field(default="fedavg", min_length=1)
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
     shared: str | Annotated[tuple[str, ...], Field(strict=False)] = "theta"
@@ -91,6 +98,18 @@ class FederationSettings(Section):
     max_failed_rounds: int = Field(default=3, ge=1)
     quarantine_after: int = Field(default=3, ge=0)
     quarantine_rounds: int = Field(default=10, ge=1)
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("adapters")
+    @classmethod
+    def _each_once(cls, value: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
+        if len(set(value)) != len(value) or not value:
+            raise ValueError("name at least one adapter, each once")
+        return value
 
     @field_validator("shared")
     @classmethod

@@ -61,7 +61,7 @@ def take_part(
     if privacy.secure:
         return _behind_masks(reply, start, new_state, privacy)
     if privacy.mode == "local" and reply.num_examples:
-        new_state = _with_secret(new_state, privacy, reply.client)
+        new_state = _with_secret(new_state, privacy, reply)
         reply = replace(reply, params=_hidden(reply, start, privacy, new_state))
     return encode(reply, traffic.up_coding, start, new_state, traffic.error_feedback)
 
@@ -72,12 +72,13 @@ def _counted_once(reply: Message) -> Message:
     return replace(reply, num_examples=min(1, reply.num_examples), metrics=metrics)
 
 
-def _with_secret(state: ClientState, privacy: PrivacySettings, client: str) -> ClientState:
+def _with_secret(state: ClientState, privacy: PrivacySettings, reply: Message) -> ClientState:
     """The state with the client's own secret in it, from which its noise comes in every round."""
     if _SECRET in state:
         return state
     fixed = privacy.noise_seed
-    secret = secrets.randbits(62) if fixed is None else seed_of(fixed, "privacy", client)
+    arm = reply.run.partition("/")[2]  # what follows the run's own name
+    secret = secrets.randbits(62) if fixed is None else seed_of(fixed, f"privacy {arm}", reply.client)
     return {**state, _SECRET: torch.tensor(secret, dtype=torch.int64)}
 
 

@@ -15,6 +15,7 @@ class Traits:
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
         sends_extra: messages carry tensors beside the rules.
+        needs_context: it trains the coefficients of context vectors, so settings without that adapter are refused.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
         needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
         averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
@@ -27,6 +28,7 @@ class Traits:
     order_free: bool = True
     shares: bool = True
     sends_extra: bool = False
+    needs_context: bool = False
     needs_lora: bool = False
     needs_tasks: bool = False
     averages_products: bool = False

@@ -72,10 +72,13 @@ class Wanted:
             raise MessageError(
                 "too-large", f'Client "{client}" sent {len(payload)} bytes, more than its rules can need.'
             )
-        named: dict[str, Any] = {"run": self.run, "expected_extra": extra, "coding": self.coding}
-        check_update(Message.outline(payload), layout, self.round, client, **named)
+        outline = Message.outline(payload)
+        # What weighs nothing need not carry what a mean is made of.
+        owed = {n: t for n, t in self.extra.items() if outline.num_examples != 0 or n in outline.extra}
+        named: dict[str, Any] = {"run": self.run, "expected_extra": {**owed, **scales}, "coding": self.coding}
+        check_update(outline, layout, self.round, client, **named)
         message = decode(Message.from_bytes(payload), self.rules)
-        check_update(message, self.rules, self.round, client, run=self.run, expected_extra=self.extra)
+        check_update(message, self.rules, self.round, client, run=self.run, expected_extra=owed)
         return message
 
 

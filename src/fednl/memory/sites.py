@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RECURRENT = ("mamba",)
 """The families without attention that a LoRA can be trained on."""
 ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
+KEEPS_FROZEN = "_fednl_keeps_frozen"
+"""Set on a model by an adapter that is no part of its tree, while it needs the backbone frozen."""
 
 
 class Removable(Protocol):
@@ -168,8 +170,8 @@ def freeze(model: nn.Module, keep: Iterable[nn.Parameter] = ()) -> None:
 
 
 def thaw(model: nn.Module) -> None:
-    """Lets the backbone train as it did before `freeze`, once neither memory nor PEFT is on the model."""
-    if is_attached(model) or hasattr(model, "peft_config"):
+    """Lets the backbone train as it did before `freeze`, once no adapter is left on the model."""
+    if is_attached(model) or hasattr(model, "peft_config") or KEEPS_FROZEN in model.__dict__:
         return
     for module in model.modules():
         for parameter in module.__dict__.pop(FROZEN, ()):

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fednl.fetching import cache_folder as cache_folder
     from fednl.models.adapters import ADAPTERS as ADAPTERS
     from fednl.models.adapters import Adapter as Adapter
     from fednl.models.adapters import LoraAdapter as LoraAdapter
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from fednl.models.packaged import fetch_packaged as fetch_packaged
     from fednl.models.settings import BackboneSettings as BackboneSettings
     from fednl.models.settings import LoraSettings as LoraSettings
-    from fednl.models.store import cache_folder as cache_folder
 
 _FILE_OF = {
     "ADAPTERS": "adapters",

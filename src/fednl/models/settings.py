@@ -75,3 +75,31 @@ class LoraSettings(BaseModel):
     def scale_alpha(self) -> float:
         """The alpha that is used: the one set, else `2 * rank`."""
         return float(2 * self.rank) if self.alpha is None else float(self.alpha)
+
+
+class ContextVectorSettings(BaseModel):
+    """Context vectors: what labelled examples leave in each layer, injected with a few trained coefficients.
+
+    Args:
+        position: which token of an example is read: `separator` (the line break after its label), `label` (the
+            label's last token) or `last` (the last token before the label, where the answer is predicted).
+        start_lambda: the vector's weight before training.
+        start_beta: the weight of the layer's own output before training.
+        clip_norm: the longest that what one example leaves may be, as one L2 norm over all layers; 0 for no limit.
+        store: `"on"` keeps what a run ends with, by task, in the cache folder, and starts a run on the same task,
+            model, tokenizer, template and precision from it, without a round of vectors.
+        noise_std: standard deviation of the noise on every number of a client's mean before it leaves. It is drawn from
+            the run's seed, as everything here: it shows what noise costs, and hides nothing from who knows the seed.
+
+    Source: I2CL (arXiv 2405.14660): 0.1, 1.0 and the line break; the other positions ours, as IFed-ICL does not say;
+        clipping and noise ours.
+    """
+
+    model_config = _STRICT
+
+    position: Literal["separator", "label", "last"] = "separator"
+    start_lambda: float = Field(default=0.1, allow_inf_nan=False)
+    start_beta: float = Field(default=1.0, allow_inf_nan=False)
+    clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    store: Literal["off", "on"] = "off"
+    noise_std: float = Field(default=0.0, ge=0, allow_inf_nan=False)

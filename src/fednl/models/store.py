@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.errors import BackboneError
+from fednl.fetching import cache_folder
 
 Progress = Callable[[str], None]
 
@@ -23,20 +23,6 @@ MANIFEST = "fednl.json"
 # Raised when the conversion itself changes, so that copies made by an older release are made again.
 CONVERSION = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def cache_folder() -> Path:
-    """Names the folder for converted models: `$FEDNL_CACHE`, else `fednl` in the platform's user cache."""
-    chosen = os.environ.get("FEDNL_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "fednl"
 
 
 def sha256_of(file: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fednl.evaluation.cohort import COHORT, SPREAD, WORST
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.settings import ARMS
 from fednl.report.words import escape, markdown_table
 

@@ -58,6 +58,7 @@ def _hidden(privacy: Mapping[str, Any]) -> list[str]:
         kind = "adaptive clip from" if privacy.get("adaptive-clip") else "clip"
         words.append(f"{escape(privacy['mode'])} noise of {privacy.get('noise-multiplier', '?')} clips")
         words.append(f"{kind} {privacy.get('clip', '?')}, delta {privacy.get('delta', '?')}, unit one client")
+        words.append("each trained arm spends epsilon of its own")
         words.append("what was measured on validation data is not covered")
         if "noise-seed" in privacy:
             words.append("simulation: the noise can be computed from the settings")

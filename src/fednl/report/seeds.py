@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.seeds import LEAST_SEEDS, OverSeeds, over_seeds, same_but_seed
 from fednl.evaluation.settings import ARMS
 from fednl.report.words import escape, markdown_table

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fednl.errors import CheckpointError
 from fednl.evaluation.settings import ARMS
+from fednl.report.costs import cost_lines
 from fednl.report.exchange import exchange_lines, exchange_notes
 from fednl.report.stream import one_task_line
 from fednl.report.words import escape, markdown_table, megabytes, number, where
@@ -30,8 +31,8 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
     environment, missing = _read(run, "environment.json")
     lines = [
         f"Backbone: {_backbone(config, facts)}",
-        f"Memory: {_memory(_section(config, 'memory'))}",
-        f"Data: {_data(_section(config, 'data'), facts)}",
+        *_adapters(config),
+        f"Data: {_data(config, facts)}",
         f"Training: {_training(config)}",
         *exchange_lines(config),
         *one_task_line(config),
@@ -78,6 +79,8 @@ def shared_parameters(run: Run, arm: str, groups: Sequence[str]) -> int | None:
 
 def _group(name: str) -> str:
     """`layers.3.memory.write.weight` is in the group `write`, a LoRA tensor in `lora`."""
+    if name.startswith("context."):
+        return name.removeprefix("context.")
     before, _, after = name.partition(".memory.")
     return after.split(".")[0] if after else "lora" if before.rpartition(".")[2].startswith("lora_") else ""
 
@@ -90,7 +93,7 @@ def training_lines(run: Run) -> list[str]:
     """
     config, _ = _read(run, "config.json")
     planned = _section(config, "training").get("rounds")
-    body, notes = [], []
+    body, notes, arms = [], [], {}
     for path in [run.path / "rounds.jsonl", *sorted(run.path.glob("*/**/rounds.jsonl"))]:
         folder = path.relative_to(run.path).parent.as_posix()
         name = "federated" if folder == "." else folder.removeprefix("arms/")
@@ -101,6 +104,7 @@ def training_lines(run: Run) -> list[str]:
             notes.append(escape(str(error)))
             continue
         last = rounds[-1].get("round", len(rounds)) if rounds else 0
+        arms[arm] = rounds
         if rounds:
             body.append(_arm_line(escape(arm), rounds, planned))
             notes += _left_out(escape(arm), rounds) + _lora_error(escape(arm), rounds)
@@ -112,7 +116,8 @@ def training_lines(run: Run) -> list[str]:
             notes.append(f"Unfinished: {done}; continue with `fednl train --resume {run.path}`.")
     head = ["trained", "rounds", "training loss, first to last", "validation loss", "seconds"]
     head += ["up, per client and round", "down, per client and round", "up in all", "down in all"]
-    return ([markdown_table(head, body)] if body else []) + notes
+    costs = cost_lines(arms, int(_section(config, "training").get("batch", 1)))
+    return ([markdown_table(head, body)] if body else []) + notes + costs
 
 
 def _arm_line(arm: str, rounds: Sequence[Mapping[str, Any]], planned: object) -> list[str]:
@@ -219,17 +224,34 @@ def _memory(memory: Mapping[str, Any]) -> str:
     return ", ".join([*parts, seen])
 
 
-def _data(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _adapters(config: Mapping[str, Any]) -> list[str]:
+    adapters = _section(config, "federation").get("adapters", ["memory"])
+    lines = [f"Memory: {_memory(_section(config, 'memory'))}"] if "memory" in adapters else []
+    if "context-vectors" in adapters:
+        keys = [f"{key} {escape(value)}" for key, value in _section(config, "context-vectors").items()]
+        lines.append(f"Context vectors: {', '.join(keys)}")
+    return lines
+
+
+def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    data = _section(config, "data")
     if not data:
         return "not recorded"
     parts = [f"{escape(data.get('task', '?'))}, {data.get('tokens', '?')} tokens"]
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
+    if data.get("dirichlet-alpha"):
+        parts.append(f"kinds dealt by Dirichlet {data['dirichlet-alpha']:g}")
     if data.get("imbalance", 1) > 1:
         parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
-    parts.append(f"examples per client: {', '.join(counts)}" if counts else "")
+    whose = "client and task" if _section(config, "tasks").get("order") else "client"
+    parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
+    own = _section(config, str(data.get("task", "")))
+    if own:
+        words = (f"{key} {escape(Path(value).name if key == 'source' else value)}" for key, value in own.items())
+        return "; ".join([*parts, ", ".join(words)])
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"
     digest = facts.get("filler_sha256")
     parts.append(f"{filler} (sha256 {escape(digest)})" if digest else filler)

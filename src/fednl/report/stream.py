@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.errors import CheckpointError
-from fednl.evaluation.needles import Row
+from fednl.evaluation.rows import Row
 from fednl.evaluation.settings import ARMS
 from fednl.evaluation.stream import BACKWARD_TRANSFER, FORGETTING, STREAM_METRICS
 from fednl.federation.algorithms import ALGORITHMS
@@ -96,4 +96,6 @@ def _cell(row: Row | None, metric: str) -> str:
 def _behind(rows: Sequence[Row], metric: str) -> str:
     counts = sorted({row["n"] for row in rows if row["metric"] == metric})
     chances = [f"; chance {percent(chance)}" for chance in sorted({row["chance"] for row in rows if "chance" in row})]
-    return f"n = {', '.join(map(str, counts))} questions a cell, over {rows[0]['clients']} clients{''.join(chances)}."
+    clients = sorted({row["clients"] for row in rows})
+    over = f"over {' or '.join(map(str, clients))} clients{''.join(chances)}"
+    return f"n = {', '.join(map(str, counts))} questions a cell, {over}."

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fednl.errors import CheckpointError
 from fednl.evaluation.cohort import COHORT
-from fednl.evaluation.needles import MACRO, METRICS, Row, leaks
+from fednl.evaluation.measures import METRICS
+from fednl.evaluation.rows import MACRO, Row, leaks
 from fednl.evaluation.settings import ARMS
 from fednl.report.cohort import cohort_table
 from fednl.report.seeds import seed_lines
@@ -22,16 +23,8 @@ from fednl.runs import Run
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TITLES = {
-    "candidates": "Right candidate of four, %",
-    "recall": "Exact recall, %",
-    "nats_per_token": "Cross-entropy of the right answer, nats/token (lower is better)",
-}
-
-
 _ROW_KEYS = {"method", "client", "metric", "value", "n"}
 _PAIR_KEYS = {"low", "high"}
-_SHORT = {"candidates": "candidates", "recall": "recall", "nats_per_token": "nats per token"}
 
 
 def report(paths: Sequence[Path]) -> str:
@@ -69,7 +62,7 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 
     Args:
         rows: the rows of one results file; where they hold several prompt lengths, the first is shown.
-        metric: `"candidates"`, `"recall"` or `"nats_per_token"`.
+        metric: a name in `fednl.evaluation.measures.METRICS`.
 
     Returns:
         A table for `rich.console.Console.print`.
@@ -81,7 +74,7 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
     rows = next(_by_tokens(rows), [])
     cells = _index(rows)
     notes = [*_behind(rows, metric), "below each: 95% interval"] if rows else []
-    table = Table(title=_TITLES[metric], caption="; ".join(notes), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=METRICS[metric].title, caption="; ".join(notes), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("client", overflow="fold")
     arms = _arms(rows, metric)
     for arm in arms:
@@ -131,8 +124,10 @@ def _run(run: Run) -> str:
     return "\n\n".join(parts)
 
 
-def _usable(result: Mapping[str, Any]) -> list[Row]:
-    """The rows that hold what a table needs; a file edited by hand may hold others."""
+def _usable(result: Mapping[str, Any] | CheckpointError) -> list[Row]:
+    """The rows that hold what a table needs; a file edited by hand may hold others, and a damaged one none."""
+    if isinstance(result, CheckpointError):
+        return []
     found = []
     for row in result.get("rows") or []:
         if isinstance(row, dict):
@@ -150,7 +145,7 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
         parts.append(f"The run's own rules under other settings: {', '.join(words)}.")
     for metric in METRICS:
         if _arms(rows, metric):
-            parts += [f"### {_TITLES[metric]}", _arm_table(rows, metric)]
+            parts += [f"### {METRICS[metric].title}", _arm_table(rows, metric)]
             parts.append("; ".join(_behind(rows, metric)) + ".")
             parts += cohort_table(rows, metric)
     parts.append(
@@ -222,7 +217,7 @@ def _difference(row: Row) -> str:
     chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
     over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")
     verdict = row.get("verdict", "no verdict")
-    return f"{_SHORT[row['of']]}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
+    return f"{METRICS[row['of']].short}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
 
 
 def _p(value: float) -> str:
@@ -267,23 +262,25 @@ def _leak_line(rows: Sequence[Row]) -> list[str]:
 def _compared(runs: Sequence[Run]) -> str:
     """The macro averages of several runs in one table."""
     body = []
+    found = {row["metric"] for run in runs for _, result in _results(run) for row in _usable(result)}
+    shown = [metric for metric in METRICS if metric in found]
     for run in runs:
         for task, result in _results(run):
-            for alike in _by_tokens(_usable(result) if isinstance(result, dict) else []):
+            for alike in _by_tokens(_usable(result)):
                 cells = _index(alike)
-                for arm in _arms(alike, *METRICS):
-                    macro = [cells.get((arm, MACRO, metric)) for metric in METRICS]
+                for arm in _arms(alike, *shown):
+                    macro = [cells.get((arm, MACRO, metric)) for metric in shown]
                     first = next((row for row in macro if row is not None), {})
                     body.append(
                         [
                             *map(escape, (run.path.name, task, ARMS.get(arm, arm))),
                             number(first.get("tokens")),
-                            *(_cell(row, metric) for row, metric in zip(macro, METRICS, strict=True)),
+                            *(_cell(row, metric) for row, metric in zip(macro, shown, strict=True)),
                             number(first.get("n")),
                             number(first.get("seed")),
                         ]
                     )
-    head = ["run", "task", "arm", "tokens", "candidates, %", "recall, %", "nats/token", "n", "seed"]
+    head = ["run", "task", "arm", "tokens", *(METRICS[metric].column for metric in shown), "n", "seed"]
     table = markdown_table(head, body) if body else "None of the runs is measured yet."
     usable = {
         str(run.path): [(task, _usable(result)) for task, result in _results(run) if isinstance(result, dict)]

@@ -13,6 +13,8 @@ from fednl.federation.algorithms.fedyogi import FedYogi
 from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.flexlora import FlexLora
 from fednl.federation.algorithms.flora import Flora
+from fednl.federation.algorithms.i2cl import I2cl
+from fednl.federation.algorithms.ifed_icl import IfedIcl
 from fednl.federation.algorithms.local_only import LocalOnly
 from fednl.federation.algorithms.m3 import M3
 from fednl.federation.algorithms.per_fedavg import PerFedAvg
@@ -34,6 +36,8 @@ __all__ = [
     "FfaLora",
     "FlexLora",
     "Flora",
+    "I2cl",
+    "IfedIcl",
     "LocalOnly",
     "PerFedAvg",
     "Reptile",
@@ -58,6 +62,8 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedssi": FedSsi,
     "reptile": Reptile,
     "per-fedavg": PerFedAvg,
+    "ifed-icl": IfedIcl,
+    "i2cl": I2cl,
     "local-only": LocalOnly,
 }
 """The algorithms by the name that `[federation] algorithm` takes."""
@@ -65,6 +71,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
 # Methods of the paper are combinations: what is trained, how it is merged, what is shared.
 PRESETS: dict[str, dict[str, str]] = {
     "fednl": {"adapter": "memory", "algorithm": "fedavg", "shared": "theta"},
+    "ifed-icl": {"adapter": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
     "fedavg-lora": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},
     # The same on a Mamba backbone, which needs no memory of ours: configs/fed-mamba.toml.
     "fed-mamba": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},

@@ -35,6 +35,10 @@ class FedAvg:
 
     Settings: ClassVar[type[BaseModel]] = FedAvgSettings
     traits: ClassVar[Traits] = Traits()
+    alone: ClassVar[str] = "local-only"
+    """The algorithm that trains the same thing without sharing, for the local-only arm of a comparison."""
+    pooled: ClassVar[str] = "fedavg"
+    """The algorithm with which one learner trains the same thing on everybody's examples."""
 
     def __init__(self, settings: Any = None, shared: str | Sequence[str] = "theta") -> None:
         self.settings: Any = self.Settings() if settings is None else settings
@@ -43,14 +47,16 @@ class FedAvg:
         self.lets_out = shared
 
     def shared(self, names: Iterable[str]) -> list[str]:
-        """Lists the names that travel, sorted; the allow-list in both directions.
+        """Lists the names that travel every round, sorted; the allow-list in both directions.
 
         Args:
             names: canonical names of all that is trained.
         """
         from fednl.federation.params import select
 
-        return select(names, self.lets_out)
+        names = list(names)
+        given = set(self.given(names))
+        return select((name for name in names if name not in given), self.lets_out)
 
     def extra(self, params: Params) -> Params:
         """Names what else messages may carry, with a tensor of the shape and dtype of each; here nothing.
@@ -61,6 +67,26 @@ class FedAvg:
             params: the shared rules.
         """
         return {}
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Lists the rules that are neither trained nor private: the server makes them and gives each client them once.
+
+        Until the server has `made` them, replies must carry what it makes them of, beside the rules and under the same
+        names; a reply that counts as zero examples need not. After that each client is sent them in its next message,
+        and again until it has answered one that carried them. A client keeps them in its state as `given/NAME`.
+
+        Args:
+            names: canonical names; of what a message carries beside the rules, or of all rules.
+        """
+        return []
+
+    def made(self, server_state: ClientState) -> bool:
+        """Says whether the server has made what it gives; `server_step` does so and notes it in its state.
+
+        Args:
+            server_state: the server's own tensors; empty at first.
+        """
+        return True
 
     def broadcast(self, params: Params, server_state: ClientState) -> Params:
         """Gives what else the server's message carries, under names of `extra`; here nothing.
@@ -108,17 +134,34 @@ class FedAvg:
         """
         return sorted(names)
 
+    def opening(self, params: Params) -> ClientState:
+        """Gives the server's tensors before the first round; here none.
+
+        Args:
+            params: the start values of all rules.
+        """
+        return {}
+
+    def steps(self, state: ClientState, planned: int) -> int:
+        """Gives how many local steps a client takes in this round; here those planned.
+
+        Args:
+            state: the client's state, as `start` gave it.
+            planned: `[training] local-steps`.
+        """
+        return planned
+
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
-        """Gives the rules a client's local steps begin with: what came, and what it kept to itself.
+        """Gives the rules a client's local steps begin with: what came, what it was given, what it kept to itself.
 
         Args:
             received: the server's message.
             state: the client's state.
             problem: the client's data and loss.
         """
-        from fednl.federation.params import personal
+        from fednl.federation.params import kept, personal
 
-        return personal(received.params, state), state
+        return personal({**received.params, **kept(state, "given")}, state), state
 
     def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
         """Gives the gradient of the batch's loss plus the penalty, for the names that local steps move.
@@ -184,9 +227,10 @@ class FedAvg:
         from fednl.federation.params import copy
 
         travels = set(self.shared(params))
+        others = set(params) - travels - set(self.given(params))
         sent = copy({name: tensor for name, tensor in params.items() if name in travels})
-        kept = copy({f"private/{name}": tensor for name, tensor in params.items() if name not in travels})
-        return Message(sent, num_examples=problem.num_examples), {**state, **kept}
+        private = copy({f"private/{name}": params[name] for name in params if name in others})
+        return Message(sent, num_examples=problem.num_examples), {**state, **private}
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Turns the combined reply into new shared rules and a new server state; here the mean itself.

@@ -1,4 +1,4 @@
-"""Turns the outcomes of the needle comparison into the rows of `results/TASK.json`. Imports no torch.
+"""Turns the outcomes of a comparison into the rows of `results/TASK.json`. Imports no torch.
 
 A row is `{method, client, metric, value, n, correct, low, high, chance, shared, seed, tokens}`; `method` is
 the arm, and the client `macro` is the average over `clients` clients. What does not apply, or was not
@@ -14,6 +14,8 @@ from typing import Any
 
 from fednl.errors import DataError
 from fednl.evaluation.cohort import cohort_rows
+from fednl.evaluation.f1 import f1_difference, f1_interval
+from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.statistics import (
     LEVEL,
@@ -30,23 +32,9 @@ from fednl.evaluation.statistics import (
 Row = dict[str, Any]
 Clients = Mapping[str, Sequence[Outcome]]
 
-METRICS = ("candidates", "recall", "nats_per_token")
 MACRO = "macro"
 CHANCE = 0.25
-
-PAIRS = (
-    ("federated", "window-only"),
-    ("federated", "public-rules"),
-    ("federated", "federated-lora"),
-    ("federated", "state-zeroed"),
-    ("federated", "events-removed"),
-    ("federated", "local-only"),
-    ("federated", "pooled"),
-    ("federated", "full-attention"),
-)
-"""Which arms are compared, first minus second, where both were measured."""
-
-_FIELD = {"candidates": "correct", "recall": "recall", "nats_per_token": "nats_per_token"}
+"""Of guessing one of four candidates."""
 
 
 def result_rows(
@@ -55,8 +43,9 @@ def result_rows(
     seed: int,
     tokens: int,
     shared: Mapping[str, Sequence[str]] | None = None,
-    metrics: Sequence[str] = METRICS,
-    pairs: Sequence[tuple[str, str]] = PAIRS,
+    metrics: Sequence[str] = NEEDLES.metrics,
+    pairs: Sequence[tuple[str, str]] = NEEDLES.pairs,
+    chance: float = CHANCE,
     groups: Mapping[str, Sequence[str]] | None = None,
     resamples: int = 10_000,
 ) -> list[Row]:
@@ -72,10 +61,12 @@ def result_rows(
         seed: the run's seed; also names the bootstrap's random stream.
         tokens: prompt length.
         shared: arm -> the groups of rules that crossed the network; leave an arm out where nothing did.
-        metrics: which of `METRICS` to report; leave `"recall"` out where an answer is a letter.
+        metrics: names in `METRICS`, the right-or-wrong one first; leave `"recall"` out where an answer is a letter.
         pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
             without such a client is left out.
-        groups: `head`, `middle` and `tail` -> clients, where clients' training examples make a long tail.
+        chance: how often guessing is right.
+        groups: `head`, `middle` and `tail` -> clients, or the kinds of data that outcomes name as their task, where
+            training examples make a long tail.
         resamples: bootstrap resamples per interval.
 
     Raises:
@@ -92,15 +83,16 @@ def result_rows(
             facts["shared"] = list(shared[arm])
         for metric in metrics:
             found = _arm_rows(arm, clients, metric, seed, resamples, groups or {})
-            rows += [row | facts for row in found]
+            guessed: Row = {"chance": chance} if METRICS[metric].has_chance else {}
+            rows += [row | (guessed if "low" in row else {}) | facts for row in found]
     for first, second in pairs:
         a, b = _paired(first, second, by_client)
         if a:
             named = {"method": first, "baseline": second, "client": MACRO, "metric": "difference"}
             rows += [named | _difference(a, b, metric, seed, resamples) | common for metric in metrics]
     local, federated = _paired("local-only", "federated", by_client)
-    if local and "candidates" in metrics:
-        rows += [row | common for row in _aggregation_drop(local, federated, seed, resamples)]
+    if local and METRICS[metrics[0]].has_chance:
+        rows += [row | common for row in _aggregation_drop(local, federated, metrics[0], seed, resamples)]
     return rows
 
 
@@ -146,14 +138,24 @@ def _paired(first: str, second: str, arms: Mapping[str, Clients]) -> tuple[Clien
 
 
 def _values(clients: Clients, metric: str) -> dict[str, list[float]]:
-    return {client: [float(getattr(outcome, _FIELD[metric])) for outcome in found] for client, found in clients.items()}
+    return {
+        client: [float(getattr(outcome, METRICS[metric].field)) for outcome in found]
+        for client, found in clients.items()
+    }
+
+
+def _answers(clients: Clients) -> dict[str, list[tuple[int, int]]]:
+    return {client: [(outcome.gold, outcome.chosen) for outcome in found] for client, found in clients.items()}
 
 
 def _arm_rows(
     arm: str, clients: Clients, metric: str, seed: int, resamples: int, groups: Mapping[str, Sequence[str]]
 ) -> list[Row]:
+    if METRICS[metric].kind == "f1":
+        whole = f1_interval(_answers(clients), seed, resamples=resamples)
+        return [_row(arm, MACRO, metric, whole, ()) | {"clients": len(clients)}]
     values = _values(clients, metric)
-    counted = metric != "nats_per_token"
+    counted = METRICS[metric].kind == "share"
     rows = []
     for client, found in values.items():
         if counted:
@@ -166,30 +168,41 @@ def _arm_rows(
     macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
     outcomes = [value for found in values.values() for value in found]
     rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
-    cohort = cohort_rows(values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples)
-    chance: Row = {"chance": CHANCE} if metric == "candidates" else {}
-    return rows + [{"method": arm, "metric": metric} | row | (chance if "low" in row else {}) for row in cohort]
+    kinds = _values(_by_kind(clients), metric)
+    own = kinds if any(name in kinds for names in groups.values() for name in names) else None
+    cohort = cohort_rows(
+        values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples, kinds=own
+    )
+    return rows + [{"method": arm, "metric": metric} | row for row in cohort]
+
+
+def _by_kind(clients: Clients) -> dict[str, list[Outcome]]:
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in (one for found in clients.values() for one in found if one.task):
+        kinds.setdefault(outcome.task, []).append(outcome)
+    return kinds
 
 
 def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:
     row: Row = {"method": arm, "client": client, "metric": metric, "value": interval.value, "n": interval.n}
-    if metric != "nats_per_token":
+    if METRICS[metric].kind == "share":
         row["correct"] = int(sum(outcomes))
     # One loss has no spread to resample, so it stands without an interval rather than with one of no width.
-    if metric != "nats_per_token" or interval.n > 1:
+    if METRICS[metric].kind != "loss" or interval.n > 1:
         row |= {"low": interval.low, "high": interval.high}
-    if metric == "candidates":
-        row["chance"] = CHANCE
     return row
 
 
 def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) -> Row:
-    counted = metric != "nats_per_token"
+    kind = METRICS[metric].kind
     x, y = _values(a, metric), _values(b, metric)
-    gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if counted else None)
+    if kind == "f1":
+        gap = f1_difference(_answers(a), _answers(b), seed, resamples=resamples)
+    else:
+        gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if kind == "share" else None)
     row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
-    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=counted)}
-    if counted:
+    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=kind != "loss")}
+    if kind == "share":
         row["p"] = mcnemar(*([value > 0 for client in x for value in arm[client]] for arm in (x, y)))
         # Four wins and no loss among thirty push a bootstrap off zero, yet are nothing a coin would not do.
         if row["p"] > 1 - LEVEL:
@@ -197,9 +210,9 @@ def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) 
     return row
 
 
-def _aggregation_drop(local: Clients, federated: Clients, seed: int, resamples: int) -> list[Row]:
+def _aggregation_drop(local: Clients, federated: Clients, metric: str, seed: int, resamples: int) -> list[Row]:
     """What sharing costs a client: accuracy of its own rules minus that of the federated ones, in points."""
-    x, y = _values(local, "candidates"), _values(federated, "candidates")
+    x, y = _values(local, metric), _values(federated, metric)
     bounds = (-1.0, 1.0)
     gaps = {client: paired_bootstrap(x[client], y[client], seed, LEVEL, resamples, bounds) for client in x}
     gaps[MACRO] = macro_difference(x, y, seed, LEVEL, resamples, bounds)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from fednl.errors import DataError
-from fednl.evaluation.needles import CHANCE, leaks, result_rows
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.rows import CHANCE, leaks, result_rows
 from fednl.evaluation.statistics import mcnemar, wilson
 
 

@@ -1,0 +1,82 @@
+"""The registry of tasks: what builds a task's examples, and the settings of its own section. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fednl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+# Tasks whose data come in kinds that a stream can order.
+STREAMS = {"needles": "fednl.data.needles:build_stream"}
+
+Build = Callable[..., dict[str, Any]]
+
+# A new task is one file and one line here: what builds its examples, and the settings of its own section if any.
+TASKS: dict[str, tuple[str, ...]] = {
+    "needles": ("fednl.data.needles:build",),
+    "public": ("fednl.data.public:build",),
+    "classification": ("fednl.data.classification:build", "fednl.data.classification:ClassificationSettings"),
+}
+
+
+def task(name: str) -> Build:
+    """Finds the function that builds a task's examples: (data, tokenizer, window tokens, answer, seed) -> splits.
+
+    A task with settings of its own takes them as a sixth argument.
+
+    Args:
+        name: the value of `data.task`.
+
+    Raises:
+        SettingsError: the task does not exist.
+    """
+    found: Build = _load(_entry(name)[0])
+    return found
+
+
+def task_settings(name: str) -> type[BaseModel] | None:
+    """Finds the settings class of a task's own section, which has the task's name; None where it has none.
+
+    Args:
+        name: the value of `data.task`.
+
+    Raises:
+        SettingsError: the task does not exist.
+    """
+    places = _entry(name)
+    kind: type[BaseModel] | None = _load(places[1]) if len(places) > 1 else None
+    return kind
+
+
+def stream_task(name: str) -> Build:
+    """Finds the function that builds a stream of a task's kinds; it takes the `[tasks]` section besides.
+
+    Args:
+        name: the value of `data.task`.
+
+    Raises:
+        SettingsError: the task has no kinds that could follow one another.
+    """
+    if name not in STREAMS:
+        raise SettingsError(
+            f'data.task = "{name}" has no kinds of data for tasks.order: leave [tasks] out, or set data.task to '
+            f"{' or '.join(sorted(STREAMS))}."
+        )
+    found: Build = _load(STREAMS[name])
+    return found
+
+
+def _entry(name: str) -> tuple[str, ...]:
+    if name not in TASKS:
+        raise SettingsError(f'data.task is "{name}"; it must be one of: {", ".join(sorted(TASKS))}.')
+    return TASKS[name]
+
+
+def _load(place: str) -> Any:
+    module, attribute = place.split(":")
+    return getattr(import_module(module), attribute)

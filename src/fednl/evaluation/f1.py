@@ -1,0 +1,91 @@
+"""Macro-F1 with intervals: every class counts once, however rare it is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednl.evaluation.statistics import LEVEL, Difference, Interval
+from fednl.seeding import seed_of
+
+Answers = Mapping[str, Sequence[tuple[int, int]]]
+"""Client -> (right class, chosen class) per question."""
+
+_BLOCK = 1_000_000  # numbers drawn at once: bounds the memory, not the result's quality
+
+
+def macro_f1(answers: Sequence[tuple[int, int]]) -> float:
+    """Gives the mean over classes of F1 = 2 TP / (2 TP + FP + FN); the classes are those that are right anywhere.
+
+    A class that is only ever chosen, and never right, has no F1 of its own; it costs the others, where it was chosen.
+
+    Args:
+        answers: (right class, chosen class) per question, at least one.
+
+    Source: as `f1_score(average="macro", labels=sorted(set(gold)))` of scikit-learn.
+    """
+    size = 1 + max(max(pair) for pair in answers)
+    pairs = np.asarray(answers)
+    table = np.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size).reshape(1, size, size)
+    return float(_scores(table, sorted(set(pairs[:, 0].tolist())))[0])
+
+
+def f1_interval(clients: Answers, seed: int, level: float = LEVEL, resamples: int = 10_000) -> Interval:
+    """Gives macro-F1 over all clients' answers, with a percentile bootstrap interval; resampled within clients.
+
+    Args:
+        clients: at least one answer.
+        seed: names the random stream.
+        level: confidence, between 0 and 1.
+        resamples: number of bootstrap resamples.
+    """
+    everything = [pair for found in clients.values() for pair in found]
+    low, high = np.quantile(_resampled(clients, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(macro_f1(everything), float(low), float(high), len(everything))
+
+
+def f1_difference(a: Answers, b: Answers, seed: int, level: float = LEVEL, resamples: int = 10_000) -> Difference:
+    """Compares two arms' macro-F1 on the same questions; each resample draws the same questions for both.
+
+    Args:
+        a: answers of the first arm.
+        b: the other arm's answers to the same questions, in the same order.
+        seed: names the random stream.
+        level: confidence, between 0 and 1.
+        resamples: number of bootstrap resamples.
+    """
+    gaps = _resampled(a, seed, resamples) - _resampled(b, seed, resamples)
+    low, high = np.quantile(gaps, [(1 - level) / 2, (1 + level) / 2])
+    first, second = ([pair for found in arm.values() for pair in found] for arm in (a, b))
+    return Difference(macro_f1(first) - macro_f1(second), float(low), float(high), len(first))
+
+
+def _resampled(clients: Answers, seed: int, resamples: int) -> NDArray[np.float64]:
+    """Macro-F1 of every resample; which questions are drawn depends on seed, client and their number alone."""
+    size = 1 + max(max(pair) for found in clients.values() for pair in found)
+    classes = sorted({gold for found in clients.values() for gold, _ in found})
+    table = np.zeros((resamples, size, size), dtype=np.int64)
+    for name in sorted(clients):
+        codes = np.asarray([gold * size + chosen for gold, chosen in clients[name]], dtype=np.int64)
+        if not len(codes):
+            continue
+        rng = np.random.default_rng(seed_of(seed, "bootstrap", name))
+        step = max(1, _BLOCK // len(codes))
+        for start in range(0, resamples, step):
+            rows = min(step, resamples - start)
+            picks = codes[rng.integers(len(codes), size=(rows, len(codes)))]
+            flat = (picks + np.arange(rows)[:, None] * size * size).ravel()
+            counted = np.bincount(flat, minlength=rows * size * size)
+            table[start : start + rows] += counted.reshape(rows, size, size)
+    return _scores(table, classes)
+
+
+def _scores(table: NDArray[np.int64], classes: Sequence[int]) -> NDArray[np.float64]:
+    """Macro-F1 of confusion tables `[resamples, right, chosen]`; a class that a resample lost counts as 0."""
+    right = np.diagonal(table, axis1=1, axis2=2)
+    whole = table.sum(2) + table.sum(1)
+    scores = np.divide(2 * right, whole, out=np.zeros(right.shape), where=whole > 0)
+    mean: NDArray[np.float64] = scores[:, list(classes)].mean(axis=1)
+    return mean

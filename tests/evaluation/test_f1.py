@@ -1,0 +1,65 @@
+"""Macro-F1: the definition on small tables, and intervals that see what the answers leave open."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fednl.evaluation.f1 import f1_difference, f1_interval, macro_f1
+
+
+def by_definition(answers: list[tuple[int, int]]) -> float:
+    scores = []
+    for label in {gold for gold, _ in answers}:
+        hit = sum(gold == chosen == label for gold, chosen in answers)
+        wrong = sum((gold == label) != (chosen == label) for gold, chosen in answers)
+        scores.append(2 * hit / (2 * hit + wrong))
+    return sum(scores) / len(scores)
+
+
+def test_it_is_the_mean_over_classes_of_f1() -> None:
+    assert macro_f1([(0, 0), (1, 1), (2, 2)]) == 1.0
+    assert macro_f1([(0, 1), (1, 0)]) == 0.0
+    # Class 0: 2 hits, 1 false alarm; class 1: 0 hits: (2*2/(4+1) + 0) / 2. Accuracy would be 2/3.
+    assert macro_f1([(0, 0), (0, 0), (1, 0)]) == pytest.approx(0.4)
+    # A class that is only chosen has no F1 of its own.
+    assert macro_f1([(0, 0), (0, 3)]) == pytest.approx(2 / 3)
+    draw = random.Random(0)
+    for _ in range(50):
+        answers = [(draw.randrange(4), draw.randrange(5)) for _ in range(draw.randint(1, 20))]
+        assert macro_f1(answers) == pytest.approx(by_definition(answers))
+
+
+def guesses(seed: int, n: int, right: float) -> list[tuple[int, int]]:
+    draw = random.Random(seed)
+    return [(gold, gold if draw.random() < right else draw.randrange(3)) for gold in (i % 3 for i in range(n))]
+
+
+def test_its_interval_holds_it_narrows_with_n_and_does_not_see_the_order_of_clients() -> None:
+    few = {"a": guesses(1, 15, 0.6), "b": guesses(2, 15, 0.6)}
+    many = {"a": guesses(1, 300, 0.6), "b": guesses(2, 300, 0.6)}
+    narrow, wide = f1_interval(many, 0, resamples=2000), f1_interval(few, 0, resamples=2000)
+    assert wide.low < wide.value < wide.high and narrow.low < narrow.value < narrow.high
+    assert (narrow.high - narrow.low) < 0.4 * (wide.high - wide.low)
+    assert (wide.n, narrow.n) == (30, 600)
+    assert f1_interval(dict(reversed(few.items())), 0, resamples=2000) == wide
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """With answers right at rate r, else uniform over 3 classes, every class has F1 r + (1 - r) / 3."""
+    truth = 0.6 + 0.4 / 3
+    hits = 0
+    for seed in range(120):
+        interval = f1_interval({"a": guesses(seed, 90, 0.6)}, seed, resamples=400)
+        hits += interval.low <= truth <= interval.high
+    assert 102 <= hits <= 120
+
+
+def test_a_difference_is_paired() -> None:
+    a = {"a": guesses(1, 60, 0.5)}
+    same = f1_difference(a, a, 0, resamples=500)
+    assert (same.mean, same.low, same.high) == (0.0, 0.0, 0.0)
+    better = {"a": [(gold, gold) for gold, _ in a["a"]]}
+    gap = f1_difference(better, a, 0, resamples=500)
+    assert gap.low > 0 and gap.mean == pytest.approx(1 - macro_f1(a["a"])) and gap.n == 60

@@ -1,0 +1,75 @@
+"""The store of context vectors: the same bytes for the same key, nothing for any other, a start from like tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fednl.errors import CheckpointError
+from fednl.models.context_store import ContextStore, TaskKey
+from fednl.models.context_vectors import COEFFICIENTS, VECTORS
+
+KEY = TaskKey("news", '{"name": "m", "sha256": "1"}', "tok", "Text: {text}", 2, "float32", "separator")
+
+
+def params(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {COEFFICIENTS: torch.randn(2, 2, 2, generator=draw), VECTORS: torch.randn(2, 2, 5, generator=draw)}
+
+
+def test_a_hit_gives_the_same_bytes_and_every_part_of_the_key_counts(tmp_path: Path) -> None:
+    store = ContextStore(tmp_path / "store")
+    assert store.get(KEY) is None
+    store.put(KEY, {**params(0), "layers.0.memory.gate.bias": torch.zeros(1)})
+    found = store.get(KEY)
+    assert found is not None and found.keys() == params(0).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in params(0).items())
+    for field in ("task", "backbone", "tokenizer", "template", "dtype", "position"):
+        assert store.get(replace(KEY, **{field: "another"})) is None
+    assert store.get(replace(KEY, layers=3)) is None
+    store.put(KEY, params(1))
+    assert torch.equal((store.get(KEY) or {})[VECTORS], params(1)[VECTORS])
+
+
+def test_a_new_task_starts_from_like_ones_on_the_same_model_only(tmp_path: Path) -> None:
+    store = ContextStore(tmp_path)
+    base = params(0)
+    like = {COEFFICIENTS: base[COEFFICIENTS] * 2, VECTORS: base[VECTORS] + 1}  # cosine 1
+    store.put(replace(KEY, task="a"), base)
+    store.put(replace(KEY, task="b"), like)
+    store.put(replace(KEY, task="c"), {COEFFICIENTS: -base[COEFFICIENTS], VECTORS: base[VECTORS] + 100})
+    store.put(replace(KEY, task="d", backbone="another"), {**base, VECTORS: base[VECTORS] + 1000})
+    near = store.near(replace(KEY, task="new"), base[COEFFICIENTS])
+    assert near is not None
+    # Two tasks with the same cosine weigh the same.
+    assert torch.allclose(near[VECTORS], base[VECTORS] + 0.5, atol=1e-6)
+    assert torch.allclose(near[COEFFICIENTS], base[COEFFICIENTS] * 1.5, atol=1e-6)
+    assert near[VECTORS].dtype == torch.float32
+
+
+def test_weights_are_a_softmax_of_the_cosines(tmp_path: Path) -> None:
+    store = ContextStore(tmp_path)
+    asked = torch.zeros(2, 2, 2)
+    asked[0, 0, 0] = 1.0
+    tilted = asked.clone()
+    tilted[0, 0, 1] = 0.5  # cosine 1 / sqrt(1.25)
+    store.put(replace(KEY, task="a"), {COEFFICIENTS: asked, VECTORS: torch.zeros(2, 2, 5)})
+    store.put(replace(KEY, task="b"), {COEFFICIENTS: tilted, VECTORS: torch.ones(2, 2, 5)})
+    near = store.near(KEY, asked)
+    assert near is not None
+    first, second = (torch.tensor(c / 0.5).exp() for c in (1.0, 1.25**-0.5))
+    assert torch.allclose(near[VECTORS], (second / (first + second)).expand(2, 2, 5).float())
+    assert store.near(KEY, -asked) is None
+
+
+@pytest.mark.parametrize("file", ["params.safetensors", "entry.json"])
+def test_a_damaged_entry_is_told(tmp_path: Path, file: str) -> None:
+    store = ContextStore(tmp_path)
+    place = store.put(KEY, params(0))
+    (place / file).write_bytes((place / file).read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="is damaged: delete that folder"):
+        store.get(KEY)

@@ -1,0 +1,215 @@
+"""IFed-ICL from settings to tables on a tiny model: every arm, what is on disk, and that it loads again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fednl
+from fednl.client import Bench
+from fednl.config import Config
+from fednl.errors import SettingsError
+from fednl.federation.params import personal
+from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, context_params
+from fednl.report import report
+from fednl.runs import Run
+from fednl.training import train
+from small_run import settings, tiny_backbone
+
+ARMS = ["zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"]
+
+
+def classification(backbone: Path, **sections: dict[str, Any]) -> Config:
+    rows = [{"text": f"{word} {i}", "label": word} for word in ("sun", "rain") for i in range(60)]
+    (backbone / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    base: dict[str, dict[str, Any]] = {
+        "data": {"task": "classification", "tokens": 40, "clients": 3, "train": 8, "validation": 4, "test": 6},
+        "classification": {"source": str(backbone / "rows.jsonl"), "demonstrations": 2, "least": 2},
+        "federation": {"adapters": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
+        "combine": {"weights": "uniform"},
+        "lora": {"targets": "q_proj,v_proj"},
+        "evaluation": {"arms": ARMS},
+    }
+    for name, keys in sections.items():
+        base.setdefault(name, {}).update(keys)
+    return settings(backbone, **base)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_backbone(tmp_path_factory.mktemp("backbone") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(classification(backbone), tmp_path_factory.mktemp("runs") / "ifed")
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.read_json("results/classification.json")["rows"]
+    return found
+
+
+def test_e03_every_arm_answers_the_same_questions_nothing_injected_and_few_shot_among_them(run: Run) -> None:
+    macro = {(row["method"], row["metric"]): row for row in rows(run) if row["client"] == "macro" and "value" in row}
+    for arm in ARMS:
+        accuracy, f1 = macro[arm, "accuracy"], macro[arm, "macro_f1"]
+        assert (accuracy["n"], accuracy["clients"], accuracy["chance"]) == (18, 3, 0.5)
+        assert accuracy["value"] == pytest.approx(accuracy["correct"] / 18)
+        assert 0 <= f1["low"] <= f1["value"] <= f1["high"] <= 1
+    assert {row["baseline"] for row in rows(run) if row["metric"] == "difference"} == set(ARMS) - {"federated"}
+    assert macro["federated", "accuracy"]["shared"] == ["coefficients"]
+    assert macro["federated-lora", "accuracy"]["shared"] == ["lora"]
+
+
+def test_the_rounds_are_one_of_vectors_and_then_of_coefficients(run: Run) -> None:
+    first, second, third = run.read_jsonl("rounds.jsonl")
+    assert [{c["steps"] for c in row["clients"]} for row in (first, second, third)] == [{0}, {2}, {2}]
+    assert all("validation_accuracy" in row["metrics"] for row in (first, second, third))
+    coefficients, vectors = 4 * 2 * 2 * 2, 4 * 2 * 2 * 16
+
+    def tensors(row: dict[str, Any], direction: str) -> list[int]:
+        return [client[f"{direction}_bytes"] - client[f"{direction}_container_bytes"] for client in row["clients"]]
+
+    for direction, with_vectors in (("up", 1), ("down", 2)):
+        for row in (first, second, third):
+            expected = coefficients + (vectors if row["round"] == with_vectors else 0)
+            assert tensors(row, direction) == [expected] * 3
+    assert all(client["cpu_s"] > 0 for client in first["clients"])
+
+
+def test_the_trained_model_loads_and_injects(run: Run, backbone: Path) -> None:
+    model, tokenizer = fednl.load(run.path)
+    params = context_params(model)
+    assert params[VECTORS].abs().sum() > 0
+    assert not torch.equal(params[COEFFICIENTS], torch.tensor([0.1, 1.0]).repeat(2, 2, 1))
+    ids = torch.tensor([tokenizer("Text: sun 1", add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        injected = model(ids).logits
+        context_of(model).vectors.zero_()
+        context_of(model).coefficients.copy_(torch.tensor([0.0, 1.0]))
+        assert not torch.equal(model(ids).logits, injected)
+
+
+def test_local_only_is_i2cl_with_vectors_of_the_clients_own(run: Run) -> None:
+    from fednl.federation.checkpoint import load_newest
+
+    checkpoint = load_newest(run.path / "arms/local-only/checkpoints")
+    assert checkpoint is not None
+    own = [personal(checkpoint.params, state)[VECTORS] for state in checkpoint.client_states.values()]
+    assert len(own) == 3 and not torch.equal(own[0], own[1])
+    sent = run.read_jsonl("arms/local-only/rounds.jsonl")[1]["clients"][0]
+    assert sent["up_bytes"] == sent["up_container_bytes"]
+
+
+def test_the_report_says_what_was_compared_and_what_it_cost(run: Run) -> None:
+    text = report([run.path])
+    for words in (
+        "### Accuracy, %",
+        "### Macro-F1 over all clients' answers, %",
+        "chance 50%",
+        "Context vectors: position separator",
+        "Shared: coefficients (8 parameters)",
+        "Cost until within 1 pp of the own best validation accuracy",
+        "in-context learning from own demonstrations",
+    ):
+        assert words in text, words
+    assert "rows.jsonl" in text and str(run.path.parent) not in text
+    assert "Memory:" not in text
+
+
+def test_both_adapters_train_together(backbone: Path, tmp_path: Path) -> None:
+    """Memory for the context and vectors for the task, on one backbone."""
+    config = classification(
+        backbone,
+        federation={"adapters": ["memory", "context-vectors"], "shared": ["theta", "context"]},
+        memory={"window-tokens": 0},
+        evaluation={"arms": ["zero-shot", "federated"]},
+        training={"rounds": 2},
+    )
+    run = train(config, tmp_path / "both")
+    shared = next(row for row in rows(run) if row["method"] == "federated")["shared"]
+    assert set(shared) == {"write", "gate", "projection", "address", "coefficients"}
+    model, _ = fednl.load(run.path)
+    assert context_params(model)[VECTORS].abs().sum() > 0 and fednl.rules(model)
+
+
+def test_from_a_client_whose_activations_are_not_finite_nothing_leaves_and_the_round_goes_on(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Bench.collect
+
+    def collect(bench: Bench, client: str, round: int) -> dict[str, torch.Tensor]:
+        if client != "client-02":
+            return plain(bench, client, round)
+        with torch.no_grad():
+            weight = bench.model.model.layers[1].mlp.down_proj.weight
+            kept = weight.clone()
+            weight[0, 0] = torch.inf
+            try:
+                return plain(bench, client, round)
+            finally:
+                weight.copy_(kept)
+
+    monkeypatch.setattr(Bench, "collect", collect)
+    config = classification(backbone, evaluation={"arms": ["federated"]}, training={"rounds": 2})
+    run = train(config, tmp_path / "run")
+    first, second = run.read_jsonl("rounds.jsonl")
+    row = next(client for client in first["clients"] if client["name"] == "client-02")
+    assert (row["status"], row["reason"]) == ("failed", "NonFiniteError") and "up_bytes" not in row
+    assert "layer 1 of the backbone gives NaN or infinity on this client's examples" in row["detail"]
+    assert first["updated"] and [client["steps"] for client in second["clients"]] == [2, 2, 2]
+
+
+def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    sections: dict[str, dict[str, Any]] = {
+        "context-vectors": {"store": "on"},
+        "evaluation": {"arms": ["zero-shot", "federated", "local-only"]},
+    }
+    first = train(classification(backbone, **sections), tmp_path / "first")
+    told: list[str] = []
+    again = train(
+        classification(backbone, **sections), tmp_path / "again", lambda event: told.append(str(event.get("text")))
+    )
+    assert any("the task is known" in text for text in told)
+    assert [{c["steps"] for c in row["clients"]} for row in again.read_jsonl("rounds.jsonl")] == [{2}, {2}, {2}]
+    ends = [fednl.load(run.path)[0] for run in (first, again)]
+    vectors, coefficients = ([context_params(model)[name] for model in ends] for name in (VECTORS, COEFFICIENTS))
+    assert torch.equal(*vectors) and not torch.equal(*coefficients)
+    # What each client does alone does not start from what others taught.
+    local = [run.read_jsonl("arms/local-only/rounds.jsonl") for run in (first, again)]
+    assert [row["metrics"] for row in local[0]] == [row["metrics"] for row in local[1]]
+    other = train(
+        classification(backbone, **sections, classification={"template": "{text} is {label}"}), tmp_path / "other"
+    )
+    assert other.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"federation": {"algorithm": "fedavg"}}, '"fedavg" does not go with adapters'),
+        ({"federation": {"adapters": "memory"}}, '"ifed-icl" does not go with adapters'),
+        ({"federation": {"adapters": "lora", "algorithm": "fedavg"}}, r"\[lora\] rank = 0 attaches none"),
+        ({"federation": {"adapters": []}}, "name at least one adapter"),
+        ({"evaluation": {"arms": ["state-zeroed"]}}, 'arms names "state-zeroed", which data.task = "classification"'),
+        ({"classification": {"alfa": 1.0}}, r'unknown key "alfa" in \[classification\]; did you mean "alpha"'),
+        ({"classification": {"template": "{text}"}}, "write {text} once"),
+        (
+            {"data": {"task": "needles"}},
+            r"\[classification\] is set, but \[data\] task = \"needles\" would not read it",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(
+    backbone: Path, sections: dict[str, dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=words):
+        classification(backbone, **sections)
