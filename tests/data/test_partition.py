@@ -43,7 +43,7 @@ def test_the_hash_sees_every_token_and_the_answer(clients: dict[str, Splits]) ->
 
 
 def test_an_unknown_task_is_named() -> None:
-    with pytest.raises(SettingsError, match=r'data\.task is "needle"; it must be one of: classification, needles'):
+    with pytest.raises(SettingsError, match=r'data\.task is "needle"; it must be one of: classification, mmlu'):
         task("needle")
 
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from fednl.data.ruler import RULER_TASKS, RulerExample, build_ruler
 from fednl.evaluation.ruler import answer_ruler, match_all, match_part, ruler_rows
-from small_run import byte_tokenizer
+from fednl.memory import MemoryCache, MemoryConfig, attach_memory
+from small_run import byte_tokenizer, tiny_backbone
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,19 @@ def test_half_of_the_answers_are_half_of_the_score(examples: list[RulerExample])
     known = {example.prompt: " and ".join(example.answers[:2]) for example in asked}
     answers = answer_ruler(Speaker(known.__getitem__), byte_tokenizer(), asked)
     assert [answer.share for answer in answers] == [0.5, 0.5]
+
+
+def test_a_model_with_memory_answers_from_the_cache_it_is_given(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_backbone(tmp_path / "m"))
+    attach_memory(model, MemoryConfig(layers="last:1", rank=2, window_tokens=32, sink_tokens=2))
+    tokenizer = byte_tokenizer()
+    example = build_ruler("niah_single_1", 1, 700, tokenizer, 0)[0]
+    said = []
+
+    def make_cache(model: Any) -> MemoryCache:
+        said.append(MemoryCache(model))
+        return said[-1]
+
+    answers = [answer_ruler(model, tokenizer, [example], make_cache=make)[0] for make in (make_cache, None)]
+    assert answers[0] == answers[1]
+    assert said[0].seen_tokens >= len(example.prompt_ids)

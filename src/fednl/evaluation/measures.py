@@ -95,7 +95,14 @@ CLASSIFICATION = Measure(
     pairs=_against("federated", "zero-shot", "local-icl", "federated-lora", "local-only", "pooled"),
     validates_answers=True,
 )
+MMLU = Measure(
+    metrics=("accuracy", "nats_per_token"),
+    arms=("full-attention", "window-only", "public-rules", "federated-lora", "federated", "local-only", "pooled"),
+    pairs=_against(
+        "federated", "full-attention", "window-only", "public-rules", "federated-lora", "local-only", "pooled"
+    ),
+)
 
 # What is measured of a new task is one line here.
-MEASURES: dict[str, Measure] = {"needles": NEEDLES, "public": NEEDLES, "classification": CLASSIFICATION}
+MEASURES: dict[str, Measure] = {"needles": NEEDLES, "public": NEEDLES, "mmlu": MMLU, "classification": CLASSIFICATION}
 """By task."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fednl.evaluation.rows import MACRO, Row
+from fednl.evaluation.scoring import cache_argument
 from fednl.evaluation.statistics import Interval, bootstrap_mean, macro_mean
 
 
@@ -94,7 +95,7 @@ def answer_ruler(
     device = next(model.parameters()).device
     for example in examples:
         prompt = torch.tensor([example.prompt_ids], device=device)
-        own = {} if make_cache is None else {"past_key_values": make_cache(model)}
+        own = {} if make_cache is None else {cache_argument(model): make_cache(model)}
         with torch.no_grad():
             ids = model.generate(  # type: ignore[operator]
                 prompt,

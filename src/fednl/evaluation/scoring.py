@@ -137,7 +137,7 @@ def _read_prompts(
 
 def forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: int, keep: int) -> Tensor:
     """One call of the model on new tokens; `mask` is theirs, the `past` tokens before them are all real."""
-    arguments = {_cache_argument(model): cache, "use_cache": True, "logits_to_keep": keep}
+    arguments = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": keep}
     if getattr(cache, "one_at_a_time", False):
         # No mask: a recurrent model has its past in its state, and padding comes only after what is scored.
         pieces = tokens.split(1, dim=1) if past else (tokens,)
@@ -197,7 +197,7 @@ def _outcome(example: Example, rows: Sequence[tuple[list[float], list[bool]]]) -
     )
 
 
-def _cache_argument(model: nn.Module) -> str:
+def cache_argument(model: nn.Module) -> str:
     """The cache's keyword: `cache` in new transformers, `past_key_values` before."""
     forward: Callable[..., Any] = model.forward
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

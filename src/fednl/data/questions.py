@@ -1,0 +1,139 @@
+"""Four-choice questions from wherever the user has them: MMLU by hub id, its CSV files, JSONL, or the packaged ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednl.data.examples import LETTERS
+from fednl.data.packaged_questions import PACKAGED, fetch_questions
+from fednl.errors import DataError, SettingsError
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with four answers, one of them right.
+
+    Attributes:
+        subject: MMLU's name of the subject, or the set's.
+        question: the text.
+        choices: the four answers.
+        gold: index of the right one.
+        split: the split of the source it comes from; empty where that has none.
+        where: its place, for messages that must not show the text.
+    """
+
+    subject: str
+    question: str
+    choices: tuple[str, ...]
+    gold: int
+    split: str
+    where: str
+
+
+def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
+    """Reads questions; of equal ones only the first stays, so that no question can be in two splits.
+
+    Args:
+        source: `"packaged"`; a `.jsonl` file of objects with `question`, `choices` (four), `answer` (an index or a
+            letter) and `subject` (or `topic`), perhaps `split`; a folder in MMLU's original layout
+            (`SPLIT/SUBJECT_SPLIT.csv`); else a folder or id for the package `datasets`, such as `cais/mmlu`.
+        splits: which splits of the source are read; a source without splits is read whole.
+
+    Raises:
+        SettingsError: there is no such file, folder or data set, or `datasets` is missing.
+        DataError: it cannot be read, a row is no such question, or there is none.
+    """
+    path = fetch_questions() if source == PACKAGED else Path(source).expanduser()
+    found: dict[tuple[str, ...], Question] = {}
+    for one in _read(path, source, splits):
+        if not one.split or one.split in splits:
+            found.setdefault((one.question, *one.choices), one)
+    if not found:
+        raise DataError(f"{source} holds no question in its splits {', '.join(splits)}; set mmlu.splits to others.")
+    return list(found.values())
+
+
+def _read(path: Path, source: str, splits: Sequence[str]) -> Iterator[Question]:
+    if path.suffix.lower() == ".jsonl":
+        return (_checked(row, where, str(row.get("split", ""))) for row, where in _json_rows(path, source))
+    tables = [(split, sorted(path.glob(f"{split}/*_{split}.csv"))) for split in splits] if path.is_dir() else []
+    if any(files for _, files in tables):
+        return (one for split, files in tables for file in files for one in _table(file, split))
+    return (
+        _checked(row, f"{source} {split}, row {number}", split)
+        for split in splits
+        for number, row in enumerate(_hub_rows(source, path, split), 1)
+    )
+
+
+def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    if not path.is_file():
+        raise SettingsError(f'mmlu.source is "{source}", which is not a file; check the name.')
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
+    for number, line in enumerate(lines, 1):
+        where = f"{source}, line {number}"
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}, is not JSON ({error.msg}); mend it.") from None
+        if isinstance(row, dict):
+            yield row, where
+        elif row is not None:
+            raise DataError(f"{where}, holds something else than an object; mend it.")
+
+
+def _table(path: Path, split: str) -> Iterator[Question]:
+    """MMLU's own files: no header; question, four choices, letter."""
+    subject = path.stem.removesuffix(f"_{split}")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for number, fields in enumerate(csv.reader(file), 1):
+            if len(fields) != 6:
+                raise DataError(f"{path.name}, row {number}, has {len(fields)} fields where MMLU has 6; mend it.")
+            row = {"question": fields[0], "choices": fields[1:5], "answer": fields[5], "subject": subject}
+            yield _checked(row, f"{path.name}, row {number}", split)
+
+
+def _hub_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise SettingsError(
+            f'mmlu.source = "{source}" needs the package datasets: run `pip install datasets`, or give a .jsonl file, '
+            f'a folder of MMLU\'s CSV files, or "{PACKAGED}".'
+        ) from None
+    try:
+        if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+            found = datasets.load_from_disk(str(path))
+            rows = found[split] if isinstance(found, dict) else found
+        else:
+            folder = str(path) if path.is_dir() else source
+            rows = datasets.load_dataset(folder, *(() if path.is_dir() else ("all",)), split=split)
+    except Exception as error:  # of many kinds, from "not found" to the network's
+        raise SettingsError(
+            f'mmlu.source = "{source}" could not be loaded, split "{split}" ({type(error).__name__}); check its name '
+            f'and mmlu.splits, download it and give the folder, or set it to "{PACKAGED}".'
+        ) from None
+    return rows  # type: ignore[no-any-return]
+
+
+def _checked(row: Mapping[str, Any], where: str, split: str) -> Question:
+    subject, question = row.get("subject", row.get("topic")), row.get("question")
+    choices, answer = row.get("choices"), row.get("answer")
+    if not isinstance(question, str) or not question.strip() or not isinstance(subject, str) or not subject:
+        raise DataError(f'{where}: a question needs "question" and "subject" as text; mend or remove the row.')
+    if not isinstance(choices, list | tuple) or len(choices) != len(LETTERS) or not all(map(str, choices)):
+        raise DataError(f'{where}: "choices" must be four texts; mend or remove the row.')
+    gold = LETTERS.index(answer) if answer in LETTERS else answer
+    if type(gold) is not int or not 0 <= gold < len(LETTERS):
+        raise DataError(f'{where}: "answer" must be an index from 0 to 3 or a letter from A to D; mend the row.')
+    return Question(
+        subject.replace(" ", "_"), question.strip(), tuple(str(c).strip() for c in choices), gold, split, where
+    )
