@@ -237,6 +237,8 @@ def _draw(
     # One of each class is put aside for training, so that a rare class is not used up by the tests.
     kept = [some.pop() for some in left.values()]
     taken = {split: _balanced(left, wanted[split]) for split in ("test", "validation")}
+    for split, rows_of in taken.items():  # they come class by class in turn, which dealing in turn would keep apart
+        python_rng(seed, f"classification/deal/{split}").shuffle(rows_of)
     rest = [row for some in left.values() for row in some]
     rng.shuffle(rest)
     taken["train"] = _long_tailed([*kept, *rest], list(words), wanted["train"], settings.imbalance, seed)
