@@ -86,7 +86,7 @@ def test_real_rules_are_trained_and_only_the_allow_list_leaves_a_client(
     assert all(equal(states_again[client], state) for client, state in states.items())
 
 
-@pytest.mark.parametrize("setup", ["memory", "lora"])
+@pytest.mark.parametrize("setup", ["own", "lora"])
 def test_b08_what_is_trained_is_float32_over_a_bfloat16_backbone(tmp_path: Path, setup: Any) -> None:
     small = {"data": {"clients": 1, "train": 1, "test": 1}, "lora": {"rank": 2, "targets": "q_proj,v_proj"}}
     config = settings(tiny_backbone(tmp_path / "model"), **small)

@@ -114,6 +114,7 @@ def test_the_report_says_what_was_compared_and_what_it_cost(run: Run) -> None:
         "chance 50%",
         "Context vectors: position separator",
         "Shared: coefficients (8 parameters)",
+        "\nn = 18.\n",
         "Cost until within 1 pp of the own best validation accuracy",
         "in-context learning from own demonstrations",
     ):

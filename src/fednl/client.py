@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -409,6 +410,7 @@ def handlers(config: Config) -> dict[str, Handler]:
             "backbone": own.identity,
             "dtype": str(own.model.dtype).removeprefix("torch."),
             "partition": [vars(row) for row in partition_rows(own.data)],
+            "kinds": Counter(one.task for splits in own.data.values() for one in splits.train if one.task),
             "candidates": own.candidates,
         }
         if config.context_vectors.store == "on":

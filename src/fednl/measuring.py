@@ -9,8 +9,7 @@ from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
-from fednl.data.long_tail import long_tail, thirds
-from fednl.data.needle_clients import CLIENTS
+from fednl.data.long_tail import thirds
 from fednl.errors import CheckpointError, DataError, FednlError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -148,10 +147,9 @@ def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
 
 def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """Head, middle and tail by training examples, of kinds of data where clients hold several, else of clients."""
-    data, rows = config.data, facts["partition"]
-    if data.imbalance > 1 and (config.tasks.order or data.dirichlet_alpha):
-        kinds = sorted(config.tasks.order) or list(CLIENTS)
-        return thirds(long_tail(kinds, 10**6, data.imbalance, config.run.seed))
+    if config.data.imbalance > 1 and facts.get("kinds"):
+        return thirds(facts["kinds"])
+    rows = facts["partition"]
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 

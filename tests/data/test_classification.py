@@ -60,6 +60,8 @@ def test_tests_are_balanced_and_training_is_dealt_unevenly(source: str) -> None:
     for clients in (few, even):
         asked = Counter(one.gold for splits in clients.values() for one in splits.test)
         assert set(asked.values()) == {8}
+        # No client is asked for one class only, although the classes are drawn in turn.
+        assert all(len({one.gold for one in splits.test}) > 1 for splits in clients.values())
 
     def classes(clients: Any) -> list[int]:
         return [len({one.gold for one in splits.train}) for splits in clients.values()]
@@ -206,3 +208,21 @@ def test_letters_are_no_answers_here(source: str) -> None:
     settings = DataSettings(task="classification")
     with pytest.raises(SettingsError, match='the classification task knows "candidates"'):
         build(settings, byte_tokenizer(), 0, "letters", 0, ClassificationSettings(source=source))
+
+
+def test_as_many_clients_as_twice_the_classes_are_asked_for_several_classes_each(source: str) -> None:
+    clients = made(source, {"clients": 6, "train": 5, "validation": 0, "test": 10})
+    assert all(len({one.gold for one in splits.test}) == 3 for splits in clients.values())
+
+
+def test_a_long_tail_over_classes_leaves_the_tests_balanced(tmp_path: Path) -> None:
+    source = write(tmp_path, dict.fromkeys(LABELS, 90))
+    clients = made(source, {"imbalance": 10.0}, alpha=1000.0)
+    trained = Counter(one.task for splits in clients.values() for one in splits.train)
+    assert set(trained) == set(LABELS) and abs(sum(trained.values()) - 60) <= 2
+    most, middle, fewest = sorted(trained.values(), reverse=True)
+    assert most / fewest == pytest.approx(10, rel=0.15) and most / middle == pytest.approx(10**0.5, rel=0.15)
+    assert set(Counter(one.task for splits in clients.values() for one in splits.test).values()) == {8}
+    assert {len(splits.train) for splits in made(source, {"imbalance": 10.0, "train": 0}).values()} == {0}
+    with pytest.raises(DataError, match=r"data.imbalance = 10 takes \d+ training texts of the class .* are left"):
+        made(source, {"imbalance": 10.0, "train": 40})

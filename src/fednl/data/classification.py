@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fednl.data.examples import Splits, Tokenizer, encode_texts
 from fednl.data.labelled_texts import LabelledText, read_labelled
+from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
 from fednl.data.settings import DataSettings
 from fednl.errors import DataError, SettingsError
@@ -96,6 +97,7 @@ class LabelledExample:
         gold: index of the right class.
         shots_ids: the prompt with the client's demonstrations before it; of test examples only.
         separator_ids: the line break that ends a demonstration.
+        task: the class, so that head and tail of a long tail can be told apart.
     """
 
     client: str
@@ -130,8 +132,8 @@ def build(
     """Makes every client's training, validation and test examples; no text is in two of them.
 
     Test, then validation, then training examples are drawn. Test and validation have all classes equally often, as
-    far as the source allows, and are dealt evenly; training examples keep the source's shares of the classes and are
-    dealt by `dirichlet`.
+    far as the source allows, and are dealt evenly; training examples keep the source's shares of the classes
+    (or have a long tail over them, `data.imbalance`) and are dealt by `dirichlet`.
 
     Args:
         settings: the `[data]` section.
@@ -235,15 +237,35 @@ def _draw(
     # One of each class is put aside for training, so that a rare class is not used up by the tests.
     kept = [some.pop() for some in left.values()]
     taken = {split: _balanced(left, wanted[split]) for split in ("test", "validation")}
+    for split, rows_of in taken.items():  # they come class by class in turn, which dealing in turn would keep apart
+        python_rng(seed, f"classification/deal/{split}").shuffle(rows_of)
     rest = [row for some in left.values() for row in some]
     rng.shuffle(rest)
-    taken["train"] = ([*kept, *rest])[: wanted["train"]]
+    taken["train"] = _long_tailed([*kept, *rest], list(words), wanted["train"], settings.imbalance, seed)
     if settings.train and (absent := [label for label in words if label not in {r.label for r in taken["train"]}]):
         raise DataError(
             f'no client gets a training text of the class "{absent[0]}" when there are {wanted["train"]} of them; '
             "raise data.train."
         )
     return taken
+
+
+def _long_tailed(
+    rows: Sequence[LabelledText], labels: Sequence[str], number: int, imbalance: float, seed: int
+) -> list[LabelledText]:
+    """The first rows, with the source's shares of the classes, or with a long tail over them."""
+    if imbalance == 1:
+        return list(rows[:number])
+    wanted = scaled_long_tail(labels, number, imbalance, seed)
+    counts = {label: max(min(1, number), wanted[label]) for label in labels}
+    taken = {label: [row for row in rows if row.label == label][: counts[label]] for label in labels}
+    for label, found in taken.items():
+        if len(found) < counts[label]:
+            raise DataError(
+                f"a long tail with data.imbalance = {imbalance:g} takes {counts[label]} training texts of the class "
+                f'"{label}", and {len(found)} are left; lower data.train or data.imbalance.'
+            )
+    return [row for found in taken.values() for row in found]
 
 
 def _balanced(left: dict[str, list[LabelledText]], number: int) -> list[LabelledText]:
@@ -312,6 +334,7 @@ class _Template:
                     candidates=self._words,
                     candidate_ids=self._labels,
                     gold=labels.index(row.label),
+                    task=row.label,
                     shots_ids=(),
                     separator_ids=self._separator,
                 )

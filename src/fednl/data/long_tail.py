@@ -33,6 +33,19 @@ def long_tail(kinds: Sequence[str], most: int, imbalance: float, seed: int) -> d
     return {kind: counts[kind] for kind in kinds}
 
 
+def scaled_long_tail(kinds: Sequence[str], total: int, imbalance: float, seed: int) -> dict[str, int]:
+    """Gives each kind its number of examples so that all together are about `total`: `long_tail`, scaled and rounded.
+
+    Args:
+        kinds: as in `long_tail`.
+        total: examples of all kinds together, at least 0.
+        imbalance: as in `long_tail`.
+        seed: the run's seed.
+    """
+    shape = long_tail(kinds, 10**6, imbalance, seed)
+    return {kind: round(total * share / sum(shape.values())) for kind, share in shape.items()}
+
+
 def thirds(counts: Mapping[str, int]) -> dict[str, list[str]]:
     """Splits clients or kinds into head, middle and tail by their examples; empty where they do not differ.
 

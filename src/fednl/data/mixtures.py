@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fednl.data.long_tail import long_tail
+from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
 
 
@@ -28,9 +28,8 @@ def mixtures(
     Raises:
         SettingsError: no deal gave every client an example.
     """
-    shape = long_tail(kinds, 10**6, imbalance, seed)
-    total, unit = each * len(clients), sum(shape.values())
-    labels = [kind for kind in kinds for _ in range(round(total * shape[kind] / unit))]
+    numbers = scaled_long_tail(kinds, each * len(clients), imbalance, seed)
+    labels = [kind for kind, number in numbers.items() for _ in range(number)]
     dealt = dirichlet(labels, clients, alpha, seed, least=min(1, each))
     counts = {client: Counter(labels[i] for i in dealt[client]) for client in clients}
     return {client: {kind: n for kind in kinds if (n := counts[client][kind])} for client in clients}

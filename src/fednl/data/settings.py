@@ -20,7 +20,8 @@ class DataSettings(BaseModel):
         train: training examples per client (in a stream, per client and task); 0 makes clients that take part as
             zero examples.
         imbalance: above 1 makes a long tail: `train` is what the largest kind of data has, this many times what the
-            smallest has, and the others lie exponentially between; which is which is drawn by seed.
+            smallest has, and the others lie exponentially between; which is which is drawn by seed. Of labelled
+            texts the kinds are the classes, and `train` stays the mean over clients.
         dirichlet_alpha: above 0, the needle task's clients are no kinds but hold several, in shares drawn from a
             symmetric Dirichlet distribution: small for few kinds a client, large for the same mixture everywhere.
             `train` is then the mean over clients, `imbalance` that of all kinds together, and validation and test go by

@@ -139,6 +139,8 @@ def rules(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def train_rules(model: nn.Module, train: bool = True) -> None:
     """Says whether the rules are to train; needed after PEFT's `get_peft_model`, which freezes what it does not know.
 
+    PEFT does not save the rules either: `save_rules` does. Copies that its `modules_to_save` would make are not used.
+
     Args:
         model: a model with memory attached, or PEFT's wrapper around it.
         train: False leaves the rules as they are, frozen, beside another adapter that trains.

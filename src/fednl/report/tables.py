@@ -236,7 +236,8 @@ def _behind(rows: Sequence[Row], metric: str) -> list[str]:
     if whole:
         most = max(whole.values())
         fewer = [f"{n} for {escape(ARMS.get(arm, arm))}" for arm, n in whole.items() if n != most]
-        text += f", {most} in all" + (f" ({', '.join(fewer)})" if fewer else "")
+        text = f"{text}, {most} in all" if each else f"n = {most}"
+        text += f" ({', '.join(fewer)})" if fewer else ""
     chances = sorted({row["chance"] for row in found if "chance" in row})
     return [text, *(f"chance {percent(chance)}" for chance in chances)]
 

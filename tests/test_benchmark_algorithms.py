@@ -1,0 +1,70 @@
+"""The command that compares the algorithms, whole, on a tiny backbone; and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fednl.federation.algorithms import ALGORITHMS
+from small_run import tiny_backbone
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "algorithms.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_algorithms", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_both_tables_come_out_and_a_second_call_trains_nothing(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    backbone = tiny_backbone(tmp_path / "model")
+    small = [
+        f'backbone.id="{backbone}"',
+        f'data.filler="{backbone}/filler.txt"',
+        "backbone.dtype=float32",
+        "data.tokens=430",
+    ]
+    small += ["data.clients=2", "data.events=2", "data.questions=1", "data.train=2", "data.validation=1", "data.test=1"]
+    small += ["memory.layers=last:1", "memory.rank=2", "memory.window-tokens=130", "training.rounds=1"]
+    small += ["training.local-steps=1", "federation.quorum=1"]
+    argv = [
+        "algorithms.py",
+        "--out",
+        str(tmp_path / "runs"),
+        "--only",
+        "fedavg",
+        "--streams",
+        "ewc",
+        "--grid",
+        "1e-2,1e-3",
+    ]
+    argv += ["--rounds-per-task", "1", *(word for one in small for word in ("--set", one))]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.chdir(SCRIPT.parents[1])
+    benchmark.main()
+    first = capsys.readouterr().out
+    lines = {line.split(" | ")[0].strip("| "): line for line in first.splitlines() if line.startswith("|")}
+    assert {"window only, untrained", "pooled data", "fedavg", "ewc"} <= lines.keys()
+    assert "n = 2 questions, macro over clients, chance 25%" in first and "8 pairs of the first two tasks" in first
+    monkeypatch.setattr(benchmark, "train", None)
+    monkeypatch.setattr(benchmark, "resume", None)
+    benchmark.main()
+    assert capsys.readouterr().out == first
+
+
+def test_it_names_algorithms_that_exist_and_refuses_others(benchmark: ModuleType) -> None:
+    for methods in (benchmark.METHODS, benchmark.STREAM_METHODS):
+        assert {name.partition(",")[0] for name in methods} <= ALGORITHMS.keys()
+    with pytest.raises(SystemExit, match="no method 'fedsomething'"):
+        benchmark.listed("fedavg;fedsomething", benchmark.METHODS)
