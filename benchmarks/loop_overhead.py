@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from fednl.client import Bench, ClientProblem, answer_nats
+from fednl.client import Bench
 from fednl.config import Config, load_config
 from fednl.federation.algorithms import FedAvg
 from fednl.federation.loop import run_rounds
 from fednl.federation.transport import InProcessTransport
+from fednl.problem import ClientProblem, answer_nats
 from fednl.runs import Run
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from fednl.client import Bench, ClientProblem
+from fednl.client import Bench
 from fednl.errors import BackboneError, CheckpointError, MessageError, NonFiniteError
 from fednl.federation.lora_ranks import cut, padded
 from fednl.federation.message import Message
 from fednl.federation.validate import check_update
+from fednl.problem import ClientProblem
 from fednl.training import partition_rows, train
 from small_run import byte_tokenizer, settings, tiny_backbone
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fednl.arms import TRAINED
-from fednl.client import Bench, handlers
+from fednl.client import Bench
 from fednl.errors import CheckpointError, DataError, SettingsError
 from fednl.evaluation.outcomes import load_outcomes
 from fednl.evaluation.statistics import wilson
@@ -24,6 +24,7 @@ from fednl.measuring import changed_settings, forget, results_name
 from fednl.report import report
 from fednl.runs import Run
 from fednl.training import config_of, evaluate, resume, train
+from fednl.worker import handlers
 from small_run import settings, tiny_backbone
 
 ARMS = ["window-only", "federated", "local-only"]
@@ -127,7 +128,7 @@ def test_each_client_is_measured_with_its_own_private_rules(run: Run, monkeypatc
 
         return made | {"score": spy}
 
-    monkeypatch.setattr("fednl.client.handlers", spied)
+    monkeypatch.setattr("fednl.worker.handlers", spied)
     evaluate(run.path)
     final, newest = load_file(run.path / "final/params.safetensors"), load_newest(run.path / "checkpoints")
     assert newest is not None and set(used) == {"passkey", "uuid-code", "name-date"}

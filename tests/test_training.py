@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import fednl
-from fednl.client import Bench, ClientProblem
+from fednl.client import Bench
 from fednl.errors import CheckpointError, Interrupted, SettingsError
 from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.measures import NEEDLES
 from fednl.federation.wire import unpack
 from fednl.memory import MemoryCache
+from fednl.problem import ClientProblem
 from fednl.runs import Run
 from fednl.training import evaluate, partition_rows, resume, train
 from small_run import settings, tiny_backbone
@@ -144,7 +145,7 @@ def test_no_memory_state_and_no_name_outside_the_allow_list_is_in_any_message(
         sent.extend([payload, reply[0]])
         return reply
 
-    monkeypatch.setattr("fednl.client.call_endpoint", spy)
+    monkeypatch.setattr("fednl.worker.call_endpoint", spy)
     run = train(settings(backbone, federation={"shared": "memory"}), tmp_path / "run")
     allowed = {f"params/layers.1.memory.{g}.{t}" for g in ("write", "gate") for t in ("weight", "bias")}
     assert sent and all(set(unpack(buffer)[0]) == allowed for buffer in sent)

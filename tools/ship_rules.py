@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fednl.client import PUBLIC
 from fednl.memory.rules_file import DESCRIPTION, TENSORS, read_rules
 from fednl.runs import Run
+from fednl.start_rules import PUBLIC
 from fednl.training import config_of
 
 MOST_BYTES = 1_000_000

@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,130 +19,28 @@ from torch import Tensor
 
 from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
 from fednl.config import Config
-from fednl.data import (
-    Splits,
-    Stream,
-    collate,
-    demonstrations,
-    iterate_batches,
-    load_filler,
-    partition_rows,
-    stream_task,
-    task,
-)
-from fednl.data.examples import encode_texts
-from fednl.data.fillers import generated_text
-from fednl.errors import BackboneError, CheckpointError, FednlError, NonFiniteError
-from fednl.evaluation.measures import MEASURES
+from fednl.data import Splits, Stream, collate, demonstrations, stream_task, task
+from fednl.errors import BackboneError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.scoring import score_candidates
-from fednl.federation.frames import Blobs, Handler, OnProgress, serve
+from fednl.federation.frames import OnProgress
 from fednl.federation.local import LocalPlan
 from fednl.federation.loop import sample_clients
 from fednl.federation.lora_ranks import padded
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.sharing import take_part
-from fednl.federation.transport import call_endpoint
-from fednl.federation.wire import pack, unpack
-from fednl.memory import MemoryCache, MemoryConfig
-from fednl.memory.centre import centre
+from fednl.memory import MemoryCache
 from fednl.memory.prefix import Kept, PrefixCache
-from fednl.memory.rules_file import (
-    assign,
-    backbone_identity,
-    check_backbone,
-    check_settings,
-    memory_settings,
-    read_rules,
-)
+from fednl.memory.rules_file import assign, backbone_identity
 from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
 from fednl.models.context_store import TaskKey
 from fednl.models.recurrent import RecurrentCache
-from fednl.runs import Run
-from fednl.seeding import python_rng, torch_rng
-
-PUBLIC = Path(__file__).parent / "public"
-CENTRE_SEED, CENTRE_SENTENCES = 0, 120
-IGNORED = -100
-
-
-def answer_nats(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of a batch's answer tokens, in nats per token; a scalar with gradient.
-
-    Only the answers' logits are computed. `batch` is what `fednl.data.collate` gives.
-    """
-    labels = batch["labels"]
-    positions = (labels != IGNORED).any(0).nonzero().squeeze(1)
-    logits = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        use_cache=False,
-        logits_to_keep=positions - 1,
-    ).logits.float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, positions].flatten(), ignore_index=IGNORED)
-
-
-class _Bridge(torch.autograd.Function):
-    """The loss as a function of given tensors: values go into the live parameters, gradients come back."""
-
-    @staticmethod
-    def forward(ctx: Any, problem: ClientProblem, batch: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
-        loss, ctx.gradients = problem.run(dict(zip(names, values, strict=True)), batch)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Any) -> Any:
-        return (None, None, None, *(gradient * outer[0] for gradient in ctx.gradients))
-
-
-class ClientProblem:
-    """A client's data and loss in one round, as an algorithm sees them (`fednl.federation.local.Problem`)."""
-
-    def __init__(self, bench: Bench, client: str, round: int) -> None:
-        self._bench, self._client, self._round = bench, client, round
-        self._examples = bench.train_examples(client, round)
-
-    @property
-    def num_examples(self) -> int:
-        """Trainable examples in the client's training split; in a stream, of the round's task."""
-        return len(self._examples)
-
-    def collect(self) -> Params:
-        """Gives what the mounted adapters read off the training examples without training."""
-        return self._bench.collect(self._client, self._round)
-
-    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Gives `steps` batches, the same for the same (seed, client, round, purpose); size 0 is `training.batch`."""
-        rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)
-        for examples in iterate_batches(self._examples, size or self._bench.config.training.batch, steps, rng):
-            yield self._bench.collated(examples)
-
-    def loss(self, params: Params, batch: dict[str, Tensor]) -> Tensor:
-        """Gives the mean answer cross-entropy, differentiable with respect to `params`."""
-        names = tuple(params)
-        loss: Tensor = _Bridge.apply(self, batch, names, *params.values())  # type: ignore[no-untyped-call]
-        return loss
-
-    def run(self, params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Gives the loss at `params`, and its gradient for each of them in their order; NaN where there is none."""
-        live = self._bench.put(params)
-        with torch.enable_grad():
-            try:
-                loss = self._bench.nats(batch)
-            except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
-                none = torch.full((), math.nan, device=self._bench.model.device)
-                return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
-            moved = [name for name in params if live[name].requires_grad]
-            found = torch.autograd.grad(loss, [live[name] for name in moved], materialize_grads=True)
-        gradients = dict(zip(moved, found, strict=True))
-        # A client's LoRA may have fewer components than the model's.
-        return loss.detach(), [
-            gradients[name][tuple(map(slice, tensor.shape))] if name in gradients else torch.zeros_like(tensor)
-            for name, tensor in params.items()
-        ]
+from fednl.problem import IGNORED, ClientProblem, answer_nats
+from fednl.seeding import torch_rng
+from fednl.start_rules import load_start
 
 
 class Bench:
@@ -265,7 +160,7 @@ class Bench:
             self._adapters.append(adapter)
         if setup not in self._start:
             if setup == "own" and "memory" in self.config.federation.adapters and not self.config.memory.is_absent:
-                self._load_start(self.config.memory)
+                load_start(self.backbone, self._live(), self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
         self._prefix = None
         frozen_below = "memory" in self.config.federation.adapters and setup == "own" and not self._injects
@@ -367,91 +262,3 @@ class Bench:
         if is_recurrent(model):
             return RecurrentCache(model)
         return MemoryCache(model) if is_attached(model) else DynamicCache(config=model.config)
-
-    def _load_start(self, memory: MemoryConfig) -> None:
-        """Gives the mounted memory the rules that `memory.start` names; fresh ones are centred on generated text."""
-        if memory.start == "fresh":
-            if memory.rank or memory.keys == "context":
-                text = generated_text(python_rng(CENTRE_SEED, "centre"), CENTRE_SENTENCES)
-                ids = encode_texts(self.backbone.tokenizer, [text])
-                centre(self.model, torch.tensor(ids, device=self.model.device))
-            return
-        folder = PUBLIC / self.backbone.identity["name"] if memory.start == "public" else Path(memory.start)
-        if memory.start == "public" and not folder.is_dir():
-            raise CheckpointError(
-                f'memory.start = "public": none are shipped for backbone {self.backbone.identity["name"]!r}; '
-                'set it to "fresh" or to a folder of saved rules.'
-            )
-        try:
-            tensors, description = read_rules(folder)
-            check_backbone(self.model, description, folder)
-            check_settings(memory, memory_settings(description, folder), folder, description["backbone"]["layers"])
-            assign({name: p for name, p in self._live().items() if ".memory." in name}, tensors, str(folder))
-        except FednlError as error:
-            raise type(error)(f'memory.start = "{memory.start}": {error}') from None
-
-
-def handlers(config: Config) -> dict[str, Handler]:
-    """The operations of a worker, by name; each takes and gives JSON headers and serialised tensors.
-
-    The bench is set up by the first job, so that what is wrong with a setting reaches whoever asked.
-    """
-    benches: list[Bench] = []
-
-    def bench(note: Callable[[str], None] | None = None) -> Bench:
-        if not benches:
-            benches.append(Bench(config, note))
-        return benches[0]
-
-    def describe(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        own = bench(lambda text: tell({"note": text}))
-        facts: dict[str, Any] = {
-            "identity": own.backbone.identity,
-            "backbone": own.identity,
-            "dtype": str(own.model.dtype).removeprefix("torch."),
-            "partition": [vars(row) for row in partition_rows(own.data)],
-            "kinds": Counter(one.task for splits in own.data.values() for one in splits.train if one.task),
-            "candidates": own.candidates,
-        }
-        if config.context_vectors.store == "on":
-            facts["context_key"] = vars(own.task_key())
-        if config.data.task == "needles":  # the only task so far that reads `data.filler`
-            facts["filler_sha256"] = load_filler(config.data.filler).sha256
-        return facts, ()
-
-    def start(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        return {}, (pack(bench().start(job["setup"])),)
-
-    def train(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        payload, state = blobs
-        endpoint = bench().endpoint(job["arm"])
-        return {}, call_endpoint(endpoint, job["client"], payload, state, lambda _, facts: tell(facts))
-
-    def score(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        outcomes = bench().score(job["arm"], job["client"], unpack(blobs[0])[0], tell, job.get("tasks"))
-        return {"outcomes": [vars(outcome) for outcome in outcomes]}, ()
-
-    def validate(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
-        params = unpack(blobs[0])[0]
-        if MEASURES[config.data.task].validates_answers:
-            try:
-                outcomes = bench().answered(job["arm"], job["client"], params)
-            except FednlError:  # the rules come to NaN, which is no loss to be the lowest
-                return {"loss": math.nan, "tokens": 0}, ()
-            tokens = sum(one.gold_tokens for one in outcomes)
-            loss = sum(one.nats_per_token * one.gold_tokens for one in outcomes) / max(1, tokens)
-            return {"loss": loss, "tokens": tokens, "correct": [one.correct for one in outcomes]}, ()
-        loss, tokens = bench().validate(job["arm"], job["client"], params)
-        return {"loss": loss, "tokens": tokens}, ()
-
-    return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}
-
-
-def main() -> None:
-    """A worker process: `python -m fednl.client CONFIG.json`; answers jobs on its standard input."""
-    path = Path(sys.argv[1])
-    serve(handlers(Config.from_dict(Run(path.parent).read_json(path.name), str(path))))
-
-
-if __name__ == "__main__":
-    main()

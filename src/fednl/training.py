@@ -137,7 +137,7 @@ def evaluate(
 
 def partition_rows(config: Config, on_event: OnEvent = lambda event: None) -> list[dict[str, Any]]:
     """Lists who holds what under these settings: a row per client and split, with counts and hashes, no text."""
-    from fednl.client import handlers
+    from fednl.worker import handlers
 
     on_event(_LOADING)
     rows: list[dict[str, Any]] = _describe(InlinePool(handlers(config)), on_event)["partition"]
@@ -175,12 +175,12 @@ def _pool(run: Run, config: Config) -> Iterator[Pool]:
     """Whoever does the work: this process, or `parallel-clients` worker processes."""
     workers = config.federation.parallel_clients
     if workers == 1:
-        from fednl.client import handlers
+        from fednl.worker import handlers
 
         yield InlinePool(handlers(config))
         return
     run.write_json("workers.json", config.to_dict())
-    pool = WorkerPool("fednl.client", [str(run.path / "workers.json")], workers)
+    pool = WorkerPool("fednl.worker", [str(run.path / "workers.json")], workers)
     try:
         yield pool
     finally:
