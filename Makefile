@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := flower,serve,report,privacy,gpu,quant,lm-eval,tensorboard,bench,dev
+EXTRAS := flower,serve,report,hub,privacy,gpu,quant,lm-eval,tensorboard,bench,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast lint format extras

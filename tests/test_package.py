@@ -86,6 +86,24 @@ def test_pins_lie_within_the_ranges() -> None:
         assert need.specifier.contains(pins[need.name], prereleases=True), need
 
 
+def test_make_extras_tries_every_extra() -> None:
+    found = re.search(r"^EXTRAS := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found and set(found[1].split(",")) == set(PROJECT["optional-dependencies"])
+
+
+def test_the_paper_map_names_what_exists() -> None:
+    folder = Path()
+    for line in (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            folder = Path()
+        elif head := re.search(r"here \(`([a-z/]+)`\)", line):
+            folder = Path(head[1])
+        for name, member in re.findall(r"`([\w/.-]+\.py)(?::(?:\w+\.)?(\w+))?`", line):
+            places = [ROOT / name, ROOT / "src/fednl" / name, ROOT / "src/fednl" / folder / name]
+            code = [place.read_text(encoding="utf-8") for place in places if place.is_file()]
+            assert code and (not member or re.search(rf"\b{member}\b", code[-1])), f"{name}:{member}"
+
+
 def test_the_core_stays_beside_flower() -> None:
     # Flower 1.42's own ranges; `make extras` resolves them for real.
     ceilings = {"typer": "0.21", "rich": "15", "click": "9", "packaging": "26"}
