@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fednl.data.batches import collate, demonstrations
-from fednl.data.classification import ClassificationSettings, build
+from fednl.data.classification import build
+from fednl.data.classification_settings import ClassificationSettings
 from fednl.data.partition import partition_rows
 from fednl.data.settings import DataSettings
 from fednl.errors import DataError, SettingsError
