@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_lora import check_adapters, check_lora
@@ -29,21 +29,16 @@ from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.memory.settings import MemoryConfig, PrefixSettings, check_prefix
 from fednl.models.settings import DEFAULT_LORA_RANK, BackboneSettings, ContextVectorSettings, LoraSettings
+from fednl.section import Section, kebab
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class RunSettings(BaseModel):
+class RunSettings(Section):
     """The `[run]` section.
 
     Args:
         seed: where every random stream of the run comes from; at least 0.
         out: the folder in which a run's own folder is made.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True)
 
     seed: int = Field(default=0, ge=0)
     out: str = Field(default="runs", min_length=1)
@@ -56,7 +51,7 @@ _OWN = {
 }
 
 
-class Config(BaseModel):
+class Config(Section):
     """Everything one run depends on.
 
     Args:
@@ -77,10 +72,6 @@ class Config(BaseModel):
         algorithm: the algorithm's own section, by kebab-case key; `method_settings` gives it typed.
         task: the task's own section, by kebab-case key; `task_settings` gives it typed.
     """
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True, validate_by_alias=True
-    )
 
     backbone: BackboneSettings = Field(default_factory=BackboneSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -118,10 +109,10 @@ class Config(BaseModel):
         sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
         own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
         kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
-        check.sections(table, {_kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
+        check.sections(table, {kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
         values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
         for name, kind in sections.items():
-            values[name] = check.section(_kebab(name), kind, table.get(_kebab(name), {}))
+            values[name] = check.section(kebab(name), kind, table.get(kebab(name), {}))
         for key, kind in (("algorithm", kind_of_own), ("task", task_settings(own["task"]))):
             if kind is not None:
                 checked = check.section(own[key], kind, values[key])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from fednl.section import Section
 
 TEXT, LABEL = "{text}", "{label}"
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class ClassificationSettings(BaseModel):
+class ClassificationSettings(Section):
     """The `[classification]` section; clients and counts stand in `[data]`.
 
     `data.train` is the mean over clients, as the deal is uneven; validation and test questions are dealt evenly.
@@ -36,10 +34,6 @@ class ClassificationSettings(BaseModel):
 
     Source: IFed-ICL for the Dirichlet deal and its alpha of 0.5; I2CL (arXiv 2405.14660) for balanced test questions.
     """
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True, validate_by_alias=True
-    )
 
     source: str = Field(default="bbc-news", min_length=1)
     split: str = Field(default="train", min_length=1)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
 from fednl.errors import DataError, SettingsError
+from fednl.section import Section
 from fednl.seeding import python_rng
 
 PAPER = "paper"
@@ -23,7 +24,7 @@ TEST_SHARE = 6
 """One question in so many is a test question. Source: FedNL's own counts, 915 and 183 of 1,098."""
 
 
-class MmluSettings(BaseModel):
+class MmluSettings(Section):
     """The `[mmlu]` section; `data.train`, `data.validation` and `data.test` bound what a client has of each.
 
     Of a client's questions one in six is for testing; validation questions are taken out of the others.
@@ -43,15 +44,6 @@ class MmluSettings(BaseModel):
 
     Source: arXiv 2605.16350, appendix C.2; its line breaks are not stated.
     """
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=lambda name: name.replace("_", "-"),
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
 
     source: str = Field(default=PACKAGED, min_length=1)
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from fednl.section import Section
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class DataSettings(BaseModel):
+class DataSettings(Section):
     """Which task the clients hold, how long its examples are, and how many of them there are.
 
     Attributes:
@@ -34,8 +32,6 @@ class DataSettings(BaseModel):
         filler: what surrounds the needles: `"standard-library"` (prose from the docstrings of the running
             Python), `"generated"` (sentences from a small grammar), or the path of a UTF-8 text file.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=_kebab, validate_by_name=True)
 
     task: str = "needles"
     tokens: int = Field(default=320, ge=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from fednl.section import Section
 
 
-class TasksSettings(BaseModel):
+class TasksSettings(Section):
     """The `[tasks]` section: the tasks that every client meets one after the other.
 
     Attributes:
@@ -20,14 +22,6 @@ class TasksSettings(BaseModel):
 
     Source: ours; federated streams as in FedWeIT (arXiv 2003.03196), where every client has an order of its own.
     """
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=lambda name: name.replace("_", "-"),
-        validate_by_name=True,
-    )
 
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
     order: tuple[str, ...] = Field(default=(), strict=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from fednl.section import Section
 
 Arm = Literal[
     "full-attention",
@@ -36,11 +38,7 @@ ARMS: dict[str, str] = {
 """Every arm a comparison can have, in the order of the tables, with the words a report uses for it."""
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class EvaluationSettings(BaseModel):
+class EvaluationSettings(Section):
     """Says how an answer is scored, which arms of the comparison are measured, and how many examples at once.
 
     Args:
@@ -52,15 +50,6 @@ class EvaluationSettings(BaseModel):
 
     Source: arms and answer formats ours; four-choice needles from arXiv 2605.16350, appendix C.3.
     """
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=_kebab,
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
 
     answer: Literal["candidates", "recall", "letters"] = "candidates"
     # A TOML array arrives as a list, which strict mode would refuse for a tuple.

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fednl.errors import SettingsError
-from fednl.federation.settings import FederationSettings, Section
+from fednl.federation.settings import FederationSettings
 from fednl.federation.traits import Traits
+from fednl.section import Section
 
 FEWEST_MASKED = 3
 """A masked sum of fewer clients hides nothing."""

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class Section(BaseModel):
-    """A section of a settings file: frozen, strict, unknown keys refused, keys in kebab-case."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=_kebab,
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
+from fednl.section import Section
 
 
 class TrainingSettings(Section):

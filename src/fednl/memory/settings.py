@@ -5,32 +5,19 @@ from __future__ import annotations
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from fednl.errors import SettingsError
 from fednl.memory.update_rules import RULES, UpdateRule
+from fednl.section import Section
 
 _LAYERS = re.compile(r"all|none|(last|every):[1-9][0-9]*|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 
 DECAYING_CHUNK_TOKENS = 128
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-STRICT = ConfigDict(
-    frozen=True,
-    strict=True,
-    extra="forbid",
-    alias_generator=_kebab,
-    validate_by_name=True,
-    validate_by_alias=True,
-)
-
-
-class PrefixSettings(BaseModel):
+class PrefixSettings(Section):
     """Whether what the frozen layers below the first memory make of an example is kept over steps and rounds.
 
     Args:
@@ -42,14 +29,12 @@ class PrefixSettings(BaseModel):
     Source: ours (decision 0012).
     """
 
-    model_config = STRICT
-
     cache: Literal["off", "memory", "disk"] = "off"
     limit_mb: int = Field(default=2000, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(Section):
     """Says which layers get a memory, how it is written and read, and how far attention still reaches.
 
     Args:
@@ -86,8 +71,6 @@ class MemoryConfig(BaseModel):
 
     Source: design of this library; the paper states neither window, nor gate, nor rank.
     """
-
-    model_config = STRICT
 
     layers: str = "last:15"
     rule: str = "delta"

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from fednl.section import Section
 
 DEFAULT_LORA_RANK = 8
 """The rank of the LoRA arm of a comparison where `lora.rank` is 0."""
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-_STRICT = ConfigDict(
-    frozen=True,
-    strict=True,
-    extra="forbid",
-    alias_generator=_kebab,
-    validate_by_name=True,
-    validate_by_alias=True,
-)
-
-
-class BackboneSettings(BaseModel):
+class BackboneSettings(Section):
     """Which frozen language model is used, where it runs, and in which precision.
 
     Args:
@@ -34,14 +22,12 @@ class BackboneSettings(BaseModel):
             native instructions for it, else float32). What is trained stays float32 whatever this says.
     """
 
-    model_config = _STRICT
-
     id: str = Field(default="smollm2-135m", min_length=1)
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Section):
     """A low-rank update `alpha / rank * B A` beside the frozen projections.
 
     Args:
@@ -53,8 +39,6 @@ class LoraSettings(BaseModel):
 
     Source: Hu et al. 2021, "LoRA", section 4.1; plain LoRA: no bias, no dropout, no rsLoRA, no DoRA.
     """
-
-    model_config = _STRICT
 
     rank: int = Field(default=0, ge=0)
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -77,7 +61,7 @@ class LoraSettings(BaseModel):
         return float(2 * self.rank) if self.alpha is None else float(self.alpha)
 
 
-class ContextVectorSettings(BaseModel):
+class ContextVectorSettings(Section):
     """Context vectors: what labelled examples leave in each layer, injected with a few trained coefficients.
 
     Args:
@@ -94,8 +78,6 @@ class ContextVectorSettings(BaseModel):
     Source: I2CL (arXiv 2405.14660): 0.1, 1.0 and the line break; the other positions ours, as IFed-ICL does not say;
         clipping and noise ours.
     """
-
-    model_config = _STRICT
 
     position: Literal["separator", "label", "last"] = "separator"
     start_lambda: float = Field(default=0.1, allow_inf_nan=False)

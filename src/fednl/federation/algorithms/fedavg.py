@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
-from fednl.federation.settings import Section
 from fednl.federation.traits import Traits as Traits
+from fednl.section import Section
 
 if TYPE_CHECKING:  # a settings file is checked without torch
     import torch

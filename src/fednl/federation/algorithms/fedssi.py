@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from fednl.federation.algorithms.consolidation import Consolidation
 from fednl.federation.algorithms.fedavg import Traits
-from fednl.federation.settings import Section
+from fednl.section import Section
 
 if TYPE_CHECKING:
     from fednl.federation.local import Problem

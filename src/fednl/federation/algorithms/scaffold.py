@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, Field
 
 from fednl.federation.algorithms.fedavg import FedAvg, Traits
-from fednl.federation.settings import Section
+from fednl.section import Section
 
 if TYPE_CHECKING:
     import torch
