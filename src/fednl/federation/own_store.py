@@ -17,7 +17,7 @@ from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.secure import STAGES
 from fednl.federation.transport import Endpoint
 from fednl.federation.wire import pack
-from fednl.runs import write_atomic
+from fednl.files import write_atomic
 
 _REPLY, _STATE = "reply", "state/"
 _FILE = re.compile(r"round-([0-9]+)\.safetensors")

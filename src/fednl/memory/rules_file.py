@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError, CheckpointError, SettingsError
+from fednl.files import write_atomic
 from fednl.memory.attach import attach_memory, detach_memory, rules
 from fednl.memory.families import heads_of
 from fednl.memory.settings import MemoryConfig
 from fednl.memory.sites import attachment, find_decoder, is_attached, is_recurrent
-from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,12 +17,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fednl.errors import CheckpointError, SettingsError
+from fednl.files import write_atomic
 from fednl.memory.attach import rules
 from fednl.memory.cache import LayerTensors, MemoryCache
 from fednl.memory.families import attentions, device_of, family_of, heads_of
 from fednl.memory.rules_file import backbone_identity, check_backbone, check_settings, memory_settings
 from fednl.memory.sites import Attachment, attachment
-from fednl.runs import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fednl.errors import CheckpointError
+from fednl.files import write_atomic
 from fednl.models.context_vectors import COEFFICIENTS, VECTORS
-from fednl.runs import write_atomic
 
 LIKE, TEMPERATURE = 0.8, 0.5
 _TENSORS, _ENTRY = "params.safetensors", "entry.json"

@@ -12,6 +12,7 @@ from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import MACRO, Row, leaks
 from fednl.evaluation.settings import ARMS
+from fednl.report.cells import bracket, cell, difference, narrow_cell
 from fednl.report.cohort import cohort_table
 from fednl.report.seeds import seed_lines
 from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
@@ -82,7 +83,7 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
     for client in [*_clients(rows, metric), MACRO]:
         if client == MACRO:
             table.add_section()
-        shown = [_narrow_cell(cells.get((arm, client, metric)), metric) for arm in arms]
+        shown = [narrow_cell(cells.get((arm, client, metric)), metric) for arm in arms]
         table.add_row(Text(client), *map(Text, shown))
     return table
 
@@ -159,12 +160,12 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
     parts += _leak_line(rows)
     differences = [row for of in METRICS for row in rows if row["metric"] == "difference" and row.get("of") == of]
     if differences:
-        lines = [f"- {_difference(row)}" for row in differences]
+        lines = [f"- {difference(row)}" for row in differences]
         parts += ["### Paired differences, macro", "\n".join(lines)]
     drops = [row for row in rows if row["metric"] == "aggregation_drop_pp"]
     if drops:
         body = [
-            [escape(row["client"]), f"{row['value']:+.1f}{_bracket(row, 1, '+.1f')}", str(row["n"])] for row in drops
+            [escape(row["client"]), f"{row['value']:+.1f}{bracket(row, 1, '+.1f')}", str(row["n"])] for row in drops
         ]
         parts += [
             "### Aggregation drop (local-only minus federated accuracy), pp",
@@ -177,51 +178,10 @@ def _arm_table(rows: Sequence[Row], metric: str) -> str:
     cells = _index(rows)
     clients = [*_clients(rows, metric), MACRO]
     body = [
-        [escape(ARMS.get(arm, arm)), *(_cell(cells.get((arm, client, metric)), metric) for client in clients)]
+        [escape(ARMS.get(arm, arm)), *(cell(cells.get((arm, client, metric)), metric) for client in clients)]
         for arm in _arms(rows, metric)
     ]
     return markdown_table(["arm", *map(escape, clients)], body)
-
-
-def _cell(row: Row | None, metric: str) -> str:
-    if row is None or "value" not in row:
-        return "-"
-    if metric == "nats_per_token":
-        return f"{row['value']:.2f}{_bracket(row, 1, '.2f')}"
-    # A client's interval is tens of points wide: decimals there would only look exact.
-    return f"{100 * row['value']:.1f}{_bracket(row, 100, '.1f' if row['client'] == MACRO else '.0f')}"
-
-
-def _narrow_cell(row: Row | None, metric: str) -> str:
-    """A cell for a terminal: the value, and below it the interval to whole points."""
-    if row is None or "low" not in row:
-        return _cell(row, metric)
-    if metric == "nats_per_token":
-        return f"{row['value']:.2f}\n{row['low']:.1f}-{row['high']:.1f}"
-    return f"{100 * row['value']:.1f}\n{100 * row['low']:.0f}-{100 * row['high']:.0f}"
-
-
-def _bracket(row: Row, scale: float, form: str) -> str:
-    if "low" not in row or "high" not in row:
-        return ""
-    return f" [{format(scale * row['low'], form)}, {format(scale * row['high'], form)}]"
-
-
-def _difference(row: Row) -> str:
-    """One paired difference in words."""
-    method, baseline = (escape(ARMS.get(row[key], row[key])) for key in ("method", "baseline"))
-    if row["of"] == "nats_per_token":
-        gap = f"{row['value']:+.2f} nats/token, 95% interval{_bracket(row, 1, '+.2f')}"
-    else:
-        gap = f"{100 * row['value']:+.1f} pp, 95% interval{_bracket(row, 100, '+.1f')}"
-    chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
-    over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")
-    verdict = row.get("verdict", "no verdict")
-    return f"{METRICS[row['of']].short}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
 
 
 def _behind(rows: Sequence[Row], metric: str) -> list[str]:
@@ -276,7 +236,7 @@ def _compared(runs: Sequence[Run]) -> str:
                         [
                             *map(escape, (run.path.name, task, ARMS.get(arm, arm))),
                             number(first.get("tokens")),
-                            *(_cell(row, metric) for row, metric in zip(macro, shown, strict=True)),
+                            *(cell(row, metric) for row, metric in zip(macro, shown, strict=True)),
                             number(first.get("n")),
                             number(first.get("seed")),
                         ]

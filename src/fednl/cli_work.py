@@ -1,0 +1,61 @@
+"""What the verbs of the command line share: beginning or taking up a run, progress, the written report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def starting(file: Path, overrides: Sequence[str], out: Path | None) -> tuple[Path, Callable[[Any], object]]:
+    """A new run: its folder, and the work."""
+    from fednl.config import load_config
+    from fednl.runs import Run
+
+    settings = load_config(file, overrides)
+    # Made now: a folder that is taken or cannot be written is told before anything heavy loads.
+    path = (Run.at(out) if out is not None else Run.create(Path(settings.run.out), file.stem)).path
+
+    def work(on_event: Any) -> object:
+        from fednl.training import train as run_training
+
+        return run_training(settings, path, on_event)
+
+    return path, work
+
+
+def resuming(run: Path) -> Callable[[Any], object]:
+    """An earlier run's work from where it stopped."""
+    from fednl.runs import Run
+
+    Run.open(run)  # a mistyped name is told at once, before anything heavy loads
+
+    def work(on_event: Any) -> object:
+        from fednl.training import resume as resume_training
+
+        return resume_training(run, on_event)
+
+    return work
+
+
+def watched(work: Callable[[Any], Any]) -> Any:
+    """Does the work under the progress display."""
+    from fednl.progress import Progress
+
+    with Progress() as on_event:
+        return work(on_event)
+
+
+def written_report(run: Path) -> str:
+    """Writes the run's tables beside its results, and gives them."""
+    from fednl.report.tables import report as tables
+    from fednl.runs import Run
+
+    text = tables([run])
+    Run(run).write_text("report.md", text)
+    return text
+
+
+def as_notes(on_event: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]:
+    """What is said in one line, shown as a note by the progress display."""
+    return lambda text: on_event({"event": "note", "text": text})
