@@ -1,7 +1,8 @@
 """Every algorithm on one non-IID needle federation, and those for streams on three tasks in a row; one command.
 
     python benchmarks/algorithms.py --out runs/algorithms
-    python benchmarks/algorithms.py --out runs/quick --only fedavg,fedavgm --grid 1e-2 --set training.rounds=2
+    python benchmarks/algorithms.py --out runs/quick --only "fedavg;fedavgm" --streams none --grid 1e-2 \\
+        --set training.rounds=2
 
 Trains each method at every local learning rate of one grid, picks the rate by the validation loss of the last round,
 and only then reads the test questions, with the picked rules. Each (method, rate) is an ordinary run in its own folder:
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config, load_config
+from fednl.errors import SettingsError
 from fednl.runs import Run
 from fednl.training import resume, train
 
@@ -89,17 +91,33 @@ class Bench:
         """The run of one method at one learning rate: made, gone on with, or as it is."""
         config = self.config(name, rate, arms)
         folder = self.out / name.replace(", ", "-").replace(" ", "-") / f"lr-{rate:g}"
-        if not (folder / "config.json").exists():
-            return train(config, folder, told(folder))
-        run = Run.open(folder)
-        if run.read_json("config.json") != json.loads(config.to_json()):
-            run.write_json("config.json", config.to_dict())  # arms may change; whatever it was trained with may not
-        return run if is_done(run, config) else resume(folder, told(folder))
+        return run_at(folder, config)
 
     def best_rate(self, name: str, arms: Sequence[str] = (), folder: str = "") -> float:
         """Trains a method at every rate, and picks the one with the lowest validation loss at the end."""
         losses = {rate: last_validation(self.run(name, rate, arms), folder) for rate in self.grid}
         return min(losses, key=losses.__getitem__)
+
+
+def run_at(folder: Path, config: Config) -> Run:
+    """The run in a folder: made, gone on with, or as it is. Only the arms may be others than it began with.
+
+    Raises:
+        SettingsError: the folder holds a run of other settings, whose numbers would pass for those of these.
+    """
+    if not (folder / "config.json").exists():
+        return train(config, folder, told(folder))
+    run = Run.open(folder)
+    then, now = run.read_json("config.json"), json.loads(config.to_json())
+    if then != now:
+        for section in now:
+            for key, value in now[section].items():
+                if then.get(section, {}).get(key) != value and (section, key) != ("evaluation", "arms"):
+                    raise SettingsError(
+                        f"{folder} holds a run with another [{section}] {key}, not {value!r}: name another --out."
+                    )
+        run.write_json("config.json", config.to_dict())
+    return run if is_done(run, config) else resume(folder, told(folder))
 
 
 def is_done(run: Run, config: Config) -> bool:
@@ -212,7 +230,11 @@ def main() -> None:
     """Trains what is missing, then prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the runs are kept; the same folder goes on")
-    parser.add_argument("--only", default=";".join(METHODS), help="methods of the first table; none leaves it out")
+    parser.add_argument(
+        "--only",
+        default=";".join(METHODS),
+        help="methods of the first table, ;-separated; or none",
+    )
     parser.add_argument("--streams", default=";".join(STREAM_METHODS), help="the same of the second")
     parser.add_argument("--grid", default=",".join(f"{rate:g}" for rate in GRID), help="local learning rates")
     parser.add_argument("--rounds-per-task", type=int, default=4)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from algorithms import cell, is_done, macro, table, told
+from algorithms import cell, macro, run_at, table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,8 +31,6 @@ from fednl.federation.message import Message
 from fednl.federation.params import select
 from fednl.models.adapters import LoraAdapter
 from fednl.models.settings import LoraSettings
-from fednl.runs import Run
-from fednl.training import resume, train
 
 BIASES = ["layers.*.memory.write.bias", "layers.*.memory.gate.bias"]
 CODINGS = ("float32", "float16", "bfloat16", "int8-deltas")
@@ -112,14 +110,6 @@ def config_of(name: str, given: list[str]) -> Config:
     return load_config("configs/compact.toml", [*sets, "lora.targets=all-linear", *given])
 
 
-def run_of(name: str, out: Path, given: list[str]) -> Run:
-    """The run of one set: made, gone on with, or as it is."""
-    config, folder = config_of(name, given), out / name
-    if not (folder / "config.json").exists():
-        return train(config, folder, told(folder))
-    return run if is_done(run := Run.open(folder), config) else resume(folder, told(folder))
-
-
 def main() -> None:
     """Trains what is missing, then prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     accuracy: dict[str, list[str]] = {}
     for name in [] if args.bytes_only else args.only.split(","):
-        run = run_of(name, args.out, args.set)
+        run = run_at(args.out / name, config_of(name, args.set))
         arms = {name: "federated", **({"LoRA r16": "federated-lora"} if name == "theta" else {})}
         for row, arm in arms.items():
             found = macro(run, arm, "candidates")

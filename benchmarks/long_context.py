@@ -12,8 +12,7 @@ with the gate closed, `full-attention` the bare backbone. Prints Markdown, with 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from fednl.evaluation.costs import measure_cost
 from fednl.evaluation.ruler import RulerAnswer, answer_ruler, ruler_rows
 from fednl.evaluation.streaming import StreamNats, stream_nats, streaming_rows
 from fednl.models import BackboneSettings, load_backbone
+from fednl.runs import Run
 
 Work = Callable[[str, int], dict[str, Any]]
 
@@ -76,7 +76,7 @@ def streaming(options: argparse.Namespace, arms: Arms) -> str:
         with within:
             return vars(stream_nats(model, texts[number], make_cache=make_cache))
 
-    name = f"streaming-{options.texts}-{tokens}-{Path(options.filler).name}-{options.seed}"
+    name = f"streaming-{options.texts}-{tokens}-{source(options)}-{options.seed}"
     done = kept(options.out / f"{name}.jsonl", options.arms, options.count, read)
     found = {arm: [StreamNats(**{k: tuple(v) for k, v in one.items()}) for one in done[arm]] for arm in options.arms}
     rows = streaming_rows(found, seed=options.seed, pairs=[("memory", "window-only"), ("memory", "full-attention")])
@@ -92,7 +92,7 @@ def costs(options: argparse.Namespace, arms: Arms) -> str:
         with within:
             return vars(measure_cost(model, text[: options.lengths[number]], make_cache=make_cache))
 
-    name = f"costs-{'-'.join(map(str, options.lengths))}"
+    name = f"costs-{'-'.join(map(str, options.lengths))}-{source(options)}"
     done = kept(options.out / f"{name}.jsonl", options.arms, len(options.lengths), one)
     return table(
         [{"method": arm, **cost} for arm in options.arms for cost in done[arm]],
@@ -115,34 +115,29 @@ def ruler(options: argparse.Namespace, arms: Arms) -> str:
         with within:
             return vars(answer_ruler(model, tokenizer, questions[number : number + 1], make_cache=make_cache)[0])
 
-    name = f"ruler-{tokens}-{Path(options.filler).name}-{options.seed}-{'-'.join(options.tasks)}"
+    name = f"ruler-{tokens}-{source(options)}-{options.seed}-{'-'.join(options.tasks)}"
     done = kept(options.out / f"{name}.jsonl", options.arms, len(questions), answer)
     found = {arm: [RulerAnswer(**one) for one in done[arm]] for arm in options.arms}
     rows = ruler_rows(found, seed=options.seed, tokens=tokens)
     return table(rows, ["method", "client", "metric", "value", "low", "high", "n", "tokens"])
 
 
+def source(options: argparse.Namespace) -> str:
+    """What numbers depend on besides lengths and seed, as a part of a file's name."""
+    return "-".join([Path(options.filler).name, Path(options.backbone).name, options.dtype])
+
+
 def kept(path: Path, arms: Sequence[str], count: int, work: Work) -> dict[str, list[dict[str, Any]]]:
     """What every arm gave for every item, doing only what is not on a line yet."""
-    done = {(line["arm"], line["item"]): line["found"] for line in lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = Run(path.parent)
+    done = {(line["arm"], line["item"]): line["found"] for line in file.read_jsonl(path.name)}
     for arm in arms:
         for item in range(count):
             if (arm, item) not in done:
                 done[arm, item] = work(arm, item)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"arm": arm, "item": item, "found": done[arm, item]}) + "\n")
+                file.append_jsonl(path.name, {"arm": arm, "item": item, "found": done[arm, item]})
                 print(f"{arm}: {item + 1} of {count}", flush=True)
     return {arm: [done[arm, item] for item in range(count)] for arm in arms}
-
-
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an earlier sitting; the last may be half written."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:

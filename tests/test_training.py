@@ -204,6 +204,13 @@ def test_evaluate_at_another_length_keeps_the_rules(whole: Path, tmp_path: Path)
     assert same(before, final(run.path))
     with pytest.raises(SettingsError, match=r"\[memory\] was fixed"):
         evaluate(run.path, overrides=["memory.rank=3"])
+    for section, override in (
+        ("context-vectors", "start-lambda=0.9"),
+        ("fedavg", "nothing=1"),
+        ("traffic", "up='float16'"),
+    ):
+        with pytest.raises(SettingsError, match=rf"\[{section}\]"):
+            evaluate(run.path, overrides=[f"{section}.{override}"])
     with pytest.raises(SettingsError, match="no finished rules for local-only"):
         evaluate(run.path, overrides=["evaluation.arms=['local-only']"])
 

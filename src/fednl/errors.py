@@ -28,7 +28,7 @@ class BackboneError(FednlError):
 
 
 class NonFiniteError(BackboneError):
-    """A model with memory came to NaN or infinity; its conversation is as it was before the pass."""
+    """A model came to NaN or infinity; a conversation with memory is as it was before the pass."""
 
 
 class CheckpointError(FednlError):

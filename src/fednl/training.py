@@ -107,14 +107,18 @@ def evaluate(
     config = own.with_overrides(overrides)
     if task is not None:
         config = config.with_overrides([f"data.task={task}"])
-    fixed = ("backbone", "tasks", "lora", "training", "federation", "traffic", "combine", "privacy", "run", "memory")
-    for section in fixed:
-        mine, theirs = getattr(own, section), getattr(config, section)
+    # A section that is new is fixed unless it is named here; an algorithm's and a task's are compared as they are read.
+    free = {"data", "evaluation", "prefix", "algorithm", "task"}
+    pairs = {name: (getattr(own, name), getattr(config, name)) for name in Config.model_fields if name not in free}
+    pairs[config.federation.algorithm] = (own.method_settings, config.method_settings)
+    if config.data.task == own.data.task:
+        pairs[own.data.task] = (own.task_settings, config.task_settings)
+    for section, (mine, theirs) in pairs.items():
         if section == "memory":
             theirs = theirs.model_copy(update={"window_tokens": mine.window_tokens})
         if mine != theirs:
             raise SettingsError(
-                f"[{section}] was fixed when {path} was trained; change only [data], [evaluation] or "
+                f"[{section.replace('_', '-')}] was fixed when {path} was trained; change only [data], [evaluation] or "
                 "memory.window-tokens."
             )
     missing = [name for name in trained_arms(config) if not _finished(run, config, name)]

@@ -12,7 +12,7 @@ from typing import Any
 from fednl.client import Bench
 from fednl.config import Config
 from fednl.data import load_filler, partition_rows
-from fednl.errors import FednlError
+from fednl.errors import NonFiniteError
 from fednl.evaluation.measures import MEASURES
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
 from fednl.federation.transport import call_endpoint
@@ -65,7 +65,7 @@ def handlers(config: Config) -> dict[str, Handler]:
         if MEASURES[config.data.task].validates_answers:
             try:
                 outcomes = bench().answered(job["arm"], job["client"], params)
-            except FednlError:  # the rules come to NaN, which is no loss to be the lowest
+            except NonFiniteError:  # the rules come to NaN, which is no loss to be the lowest
                 return {"loss": math.nan, "tokens": 0}, ()
             tokens = sum(one.gold_tokens for one in outcomes)
             loss = sum(one.nats_per_token * one.gold_tokens for one in outcomes) / max(1, tokens)

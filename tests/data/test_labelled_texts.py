@@ -16,7 +16,12 @@ from fednl.data.labelled_texts import read_labelled
 from fednl.data.packaged_texts import PackagedTexts, fetch_texts
 from fednl.errors import DataError, SettingsError
 
-ROWS = [("good, really", "yes"), ('the "other"\nway', "no"), ("ünïcode", "yes")]
+ROWS = [
+    ("good, really", "yes"),
+    ('the "other"\nway', "no"),
+    ("ünïcode", "yes"),
+    ("one\u2028two\x0cthree\x85four", "no"),
+]
 
 
 def written(path: Path, rows: list[tuple[str, str]] = ROWS, bom: bool = False) -> str:

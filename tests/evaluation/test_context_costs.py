@@ -54,14 +54,23 @@ def test_weights_that_are_shared_count_once(folder: Path) -> None:
 
 def test_the_peak_sees_what_was_held_in_between() -> None:
     device = torch.device("cpu")
-    begin_peak(device)
-    before = end_peak(device)
-    if before is None:
+    if not begin_peak(device):
         pytest.skip("this system does not tell a process's largest memory")
+    before = end_peak(device)
+    assert before is not None
     held = torch.ones(16 * 2**20)  # 64 MiB
     del held
     after = end_peak(device)
     assert after is not None and after - before > 48 * 2**20
+
+
+def test_a_peak_that_cannot_begin_anew_is_not_that_of_the_whole_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fednl.evaluation.costs._CLEAR", tmp_path)  # a folder cannot be written to
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    cost = measure_cost(model, [2, 3], make_cache=lambda m: DynamicCache(config=m.config), decode_tokens=1)
+    assert cost.peak_bytes is None
 
 
 def test_rows_hold_what_was_measured(folder: Path) -> None:

@@ -115,13 +115,14 @@ def test_c03_every_float_crosses_both_ways_with_its_dtype_and_bits(dtype: torch.
     assert equal(there.params, params)
 
 
-def test_c04_too_few_clients_end_in_a_sentence_with_the_numbers_not_in_waiting(tmp_path: Path) -> None:
+def test_c04_too_few_clients_end_in_a_sentence_with_the_numbers_not_in_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = FederationSettings(quorum=4, deadline_s=600.0, max_failed_rounds=1)
     toy = Bench(tmp_path / "run", settings=settings, training=ONE_ROUND)
-    started_s = time.monotonic()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("every client was heard or given up"))
     with pytest.raises(FednlError, match='3 valid replies are fewer than quorum = 4, first "dan" \\(late\\)'):
         toy.run(toy.transport(lambda replies: [reply for reply in replies if reply.client != "dan"]))
-    assert time.monotonic() - started_s < 300  # nothing is waited for once every client was heard or given up
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), True, 1])

@@ -45,7 +45,7 @@ def test_no_rule_makes_a_number_out_of_nan(name: str, place: str) -> None:
     for argument in given(name).keys() - LEARNED:
         wrong = given(name)[argument].clone()
         start = 0 if argument in ("state", "momentum") else AT
-        wrong[0, 0 if start == 0 else AT] = float("nan")
+        wrong[0, start] = float("nan")
         out, *carried = function(place)(**{**given(name), argument: wrong})
         assert not out[0, AT, :2].isfinite().any(), argument
         if argument != "q":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _file_rows(path: Path, source: str) -> Iterator[Mapping[str, Any]]:
 
 def _table_rows(content: str, delimiter: str, source: str) -> Iterator[Mapping[str, Any]]:
     csv.field_size_limit(_LARGEST_FIELD)
-    reader = csv.reader(content.splitlines(keepends=True), delimiter=delimiter, strict=True)
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     header: list[str] = []
     try:
         for fields in reader:
@@ -120,7 +121,7 @@ def _json_rows(content: str, whole: bool, source: str) -> Iterator[Mapping[str, 
         _refuse_twice([key for key, _ in pairs], source)
         return dict(pairs)
 
-    lines = [content] if whole else content.splitlines()
+    lines = [content] if whole else content.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

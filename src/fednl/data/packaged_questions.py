@@ -89,4 +89,4 @@ def _as_jsonl(wheel: Path) -> bytes:
 
 
 def _rows(content: bytes) -> Iterator[Mapping[str, Any]]:
-    return (json.loads(line) for line in content.decode("utf-8").splitlines() if line.strip())
+    return (json.loads(line) for line in content.splitlines() if line.strip())

@@ -75,7 +75,7 @@ def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str
     if not path.is_file():
         raise SettingsError(f'mmlu.source is "{source}", which is not a file; check the name.')
     try:
-        lines = path.read_bytes().decode("utf-8-sig").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
     for number, line in enumerate(lines, 1):

@@ -87,7 +87,7 @@ def measure_cost(
     device = next(model.parameters()).device
     text = torch.tensor([list(ids)], device=device)
     cache, largest = make_cache(model), 0
-    begin_peak(device)
+    peak_is_known = begin_peak(device)
     with evaluating(model):
         started_s = time.perf_counter()
         for first in range(0, len(ids), piece_tokens):
@@ -104,7 +104,7 @@ def measure_cost(
             _wait(device)
             steps.append(time.perf_counter() - started_s)
             past += 1
-    peak = end_peak(device)
+    peak = end_peak(device) if peak_is_known else None
     state, kv = cache_bytes(cache)
     parameters = {id(one): one for one in model.parameters()}.values()
     return Cost(
@@ -136,15 +136,16 @@ def cost_rows(arms: dict[str, Sequence[Cost]]) -> list[Row]:
     ]
 
 
-def begin_peak(device: torch.device) -> None:
-    """Sets the peak back to what is in use now, where this machine can tell it."""
+def begin_peak(device: torch.device) -> bool:
+    """Sets the peak back to what is in use now, and says whether it could: else the peak is not known."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
+        return True
     try:
         _CLEAR.write_text("5")  # Linux: the high-water mark of resident memory starts anew
     except OSError:
-        return
+        return False
+    return True
 
 
 def end_peak(device: torch.device) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fednl.data.examples import Example
-from fednl.errors import FednlError, SettingsError
+from fednl.errors import NonFiniteError, SettingsError
 from fednl.evaluation.outcomes import Outcome
 
 TIE_NATS = 1e-6
@@ -65,7 +65,7 @@ def score_candidates(
         One outcome per example, in the same order.
 
     Raises:
-        FednlError: a logit is not a finite number; the sentence names the arm.
+        NonFiniteError: a logit is not a finite number.
         SettingsError: `zero_state_at_question` is asked of a cache without a memory state.
 
     Source: four-choice needles, arXiv 2605.16350 appendix C.3; scoring by normalised likelihood as in the
@@ -80,7 +80,7 @@ def score_candidates(
             prompts = torch.tensor([getattr(example, ids) for example in group], device=_device(model))
             cache = make_cache(model)
             last = _read_prompts(model, prompts, cache, cuts, piece_tokens, arm)
-            outcomes = _score_group(model, group, last, cache, prompts.shape[1], arm)
+            outcomes = _score_group(model, group, last, cache, prompts.shape[1])
             found.update(zip(rows, outcomes, strict=True))
             if on_scored is not None:
                 on_scored(len(found))
@@ -148,9 +148,7 @@ def forward(model: nn.Module, tokens: Tensor, mask: Tensor, cache: Any, past: in
     return logits
 
 
-def _score_group(
-    model: nn.Module, group: Sequence[Example], last: Tensor, cache: Any, past: int, arm: str
-) -> list[Outcome]:
+def _score_group(model: nn.Module, group: Sequence[Example], last: Tensor, cache: Any, past: int) -> list[Outcome]:
     """Continues every prompt with each of its candidates and turns the log probabilities into outcomes."""
     count = len(group[0].candidate_ids)
     flat = [candidate for example in group for candidate in example.candidate_ids]
@@ -169,9 +167,8 @@ def _score_group(
     logprobs = logits.gather(2, tokens[..., None]).squeeze(2) - logits.logsumexp(dim=2)
     likeliest = logits.argmax(dim=2) == tokens
     if not bool(logprobs.isfinite()[real.bool()].all()):
-        raise FednlError(
-            f'arm "{arm}" gives logits that are not finite numbers, so nothing was scored: '
-            'train with a smaller local-lr, or use dtype = "float32".'
+        raise NonFiniteError(
+            'the logits are not finite numbers: train with a smaller local-lr, or use dtype = "float32".'
         )
     scored = zip(logprobs.double().tolist(), likeliest.tolist(), flat, strict=True)
     rows = [(row[: len(ids)], hits[: len(ids)]) for row, hits, ids in scored]

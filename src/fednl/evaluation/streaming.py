@@ -71,8 +71,10 @@ def stream_nats(
     sums, counts, sizes = [0.0] * bins, [0] * bins, [0] * bins
     cache = make_cache(model)
     with evaluating(model):
-        for first in range(0, len(ids), piece_tokens):
-            last = min(first + piece_tokens, len(ids))
+        first = 0
+        while first < len(ids):
+            # A piece ends with its bin, so that the cache is looked at there.
+            last = min(first + piece_tokens, (first // bin_tokens + 1) * bin_tokens, len(ids))
             piece = text[:, first:last]
             logits = forward(model, piece, torch.ones_like(piece), cache, first, keep=0)[0]
             targets = text[0, first + 1 : last + 1]
@@ -83,6 +85,7 @@ def stream_nats(
             sizes[(last - 1) // bin_tokens] = sum(cache_bytes(cache))
             if on_read is not None:
                 on_read(last)
+            first = last
     means = tuple(total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
     return StreamNats(means, tuple(counts), tuple(sizes))
 

@@ -179,7 +179,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
 
 def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
     """Who has what the server gives, after this round: whoever answers without fault keeps what it was sent."""
-    if not fed.algorithm.made(point.server_state):
+    if not fed.algorithm.given(point.params) or not fed.algorithm.made(point.server_state):
         return ()
     faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
     kept = {client for client in point.told if faultless.get(client, True)}

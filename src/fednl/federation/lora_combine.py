@@ -47,7 +47,8 @@ class LoraCombiner:
         self._weight += weight
         for name, held in self._held.items():
             held[: len(message.params[name])] += weight
-        self._products.add(message.params, weight)
+        if self._settings.is_plain:  # what a cap or a robust rule takes away is nothing that averaging factors misses
+            self._products.add(message.params, weight)
         self._inner.add(replace(message, params=padded(message.params, self._like)))
 
     def fault(self) -> str:
@@ -55,7 +56,7 @@ class LoraCombiner:
         return self._inner.fault()
 
     def products(self) -> Params:
-        """Gives the mean of the clients' products as factors, see `ProductMean.result`."""
+        """Gives the mean of the clients' products, see `ProductMean.result`; empty unless that is the rule."""
         return self._products.result()
 
     def result(self) -> Message:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fednl.federation.masking import agree, join, mask, public_key
-from fednl.federation.params import Params
+from fednl.federation.params import Params, count
 from fednl.federation.secure import MODULUS, SEALED_BYTES, as_bytes, steps_per_range, threshold, wrapped
 
 
@@ -23,13 +23,13 @@ class MaskedSum:
     def __init__(self, keys: Mapping[str, torch.Tensor], rules: Params, range: float) -> None:
         self.clients = sorted(keys)
         self._keys, self._rules, self._range = keys, rules, range
-        self._total = torch.zeros(sum(value.numel() for value in rules.values()) + 1, dtype=torch.int64)
+        self._total = torch.zeros(count(rules) + 1, dtype=torch.int64)
         self._came: list[str] = []
 
     @property
     def needed(self) -> int:
         """How many clients must be there at the end."""
-        return max(threshold(len(self.clients)), 2)
+        return threshold(len(self.clients))
 
     def add(self, client: str, masked: torch.Tensor) -> None:
         """Adds one client's masked numbers; they say nothing by themselves, and are not kept."""
