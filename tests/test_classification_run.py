@@ -17,7 +17,7 @@ from fednl.federation.params import personal
 from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, context_params
 from fednl.report import report
 from fednl.runs import Run
-from fednl.training import train
+from fednl.training import evaluate, train
 from small_run import settings, tiny_backbone
 
 ARMS = ["zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"]
@@ -47,6 +47,12 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(classification(backbone), tmp_path_factory.mktemp("runs") / "ifed")
+
+
+@pytest.mark.parametrize("override", ["demonstrations=1", "template='{text} is {label}'"])
+def test_other_questions_than_the_runs_own_never_take_their_place(run: Run, override: str) -> None:
+    with pytest.raises(SettingsError, match=r"\[classification\] was fixed"):
+        evaluate(run.path, overrides=[f"classification.{override}"])
 
 
 def rows(run: Run) -> list[dict[str, Any]]:

@@ -214,19 +214,16 @@ class Bench:
         if view.rules:
             self.put(params)
         examples = [one for one in self.data[client].test if tasks is None or one.task in tasks]
-        try:
-            outcomes = score_candidates(
-                self.model,
-                examples,
-                arm=arm,
-                make_cache=self._new_cache,
-                ids=view.prompt,
-                zero_state_at_question=view.zeroed,
-                batch=self.config.evaluation.batch,
-                on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
+        outcomes = score_candidates(
+            self.model,
+            examples,
+            arm=arm,
+            make_cache=self._new_cache,
+            ids=view.prompt,
+            zero_state_at_question=view.zeroed,
+            batch=self.config.evaluation.batch,
+            on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
+        )
         return [replace(outcome, task=one.task) for outcome, one in zip(outcomes, examples, strict=True)]
 
     def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:

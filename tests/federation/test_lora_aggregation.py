@@ -11,6 +11,7 @@ from federation_toys import GATE, LORA_A, LORA_B, WIDTH, Bench, forge, own_setti
 
 from fednl.errors import SettingsError
 from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.exchange import CombineSettings, Exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -61,6 +62,12 @@ def test_nothing_is_said_where_averaging_is_exact_by_construction_or_there_is_no
     frozen.run()
     bare.run()
     assert errors(frozen) == errors(bare) == [None] * TRAINING.rounds
+
+
+def test_what_a_cap_takes_away_is_not_called_what_averaging_misses(tmp_path: Path) -> None:
+    capped = bench(tmp_path, "fedavg", exchange=Exchange(combine=CombineSettings(norm_cap=0.01)))
+    capped.run()
+    assert errors(capped) == [None] * TRAINING.rounds
 
 
 @pytest.mark.parametrize("clients", [2, 4])

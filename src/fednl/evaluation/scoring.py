@@ -65,7 +65,7 @@ def score_candidates(
         One outcome per example, in the same order.
 
     Raises:
-        NonFiniteError: a logit is not a finite number.
+        NonFiniteError: a logit, or something on the way to it, is not a finite number; the sentence names the arm.
         SettingsError: `zero_state_at_question` is asked of a cache without a memory state.
 
     Source: four-choice needles, arXiv 2605.16350 appendix C.3; scoring by normalised likelihood as in the
@@ -79,8 +79,11 @@ def score_candidates(
             group = [examples[row] for row in rows]
             prompts = torch.tensor([getattr(example, ids) for example in group], device=_device(model))
             cache = make_cache(model)
-            last = _read_prompts(model, prompts, cache, cuts, piece_tokens, arm)
-            outcomes = _score_group(model, group, last, cache, prompts.shape[1])
+            try:
+                last = _read_prompts(model, prompts, cache, cuts, piece_tokens, arm)
+                outcomes = _score_group(model, group, last, cache, prompts.shape[1])
+            except NonFiniteError as error:
+                raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
             found.update(zip(rows, outcomes, strict=True))
             if on_scored is not None:
                 on_scored(len(found))
