@@ -185,6 +185,14 @@ def test_csv_files_in_mmlus_layout(tmp_path: Path) -> None:
     assert len(read_questions(str(tmp_path), ["test", "dev"])) == 5
 
 
+@pytest.mark.parametrize(("content", "words"), [(b"caf\xe9,a,b,c,d,A\n", "not UTF-8"), (b"a\nb,c\n", "has 1 fields")])
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "anatomy_test.csv").write_bytes(content)
+    with pytest.raises(DataError, match=rf"^anatomy_test\.csv.*{words}"):
+        read_questions(str(tmp_path), ["test"])
+
+
 def test_what_datasets_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

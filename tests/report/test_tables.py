@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,20 @@ def test_runs_that_differ_in_their_seed_are_put_together(tmp_path: Path) -> None
     other = make_run(tmp_path / "other")
     other.write_json("config.json", {**CONFIG, "training": {"rounds": 9}})
     assert "nothing here says that a method is better" in report([runs[0], other.path])
+
+
+def test_seeds_are_put_together_length_by_length(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(3):
+        run = make_run(tmp_path / f"seed-{seed}")
+        run.write_json("config.json", {**CONFIG, "run": {"seed": seed}})
+        other = [{**row, "value": -row["value"]} if row["metric"] == "difference" else row for row in rows_at(640)]
+        rows = [{**row, "seed": seed} for row in rows_at(320) + other]
+        run.write_json("results/needles.json", {"rows": rows})
+        runs.append(run.path)
+    _, short, long = re.split(r"## needles, (?:320|640) tokens: seeds of one setting", " ".join(report(runs).split()))
+    assert "+41.0 (0), +41.0 (1), +41.0 (2)" in short and "| better |" in short
+    assert "-41.0 (0), -41.0 (1), -41.0 (2)" in long and "| worse |" in long
 
 
 def test_lengths_in_one_file_get_a_section_each(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.data.packaged_texts import PACKAGED_TEXTS, fetch_texts
+from fednl.data.text_files import read_utf8
 from fednl.errors import DataError, SettingsError
 
 _TABLES = {".csv": ",", ".tsv": "\t"}
@@ -84,12 +85,7 @@ def _file_rows(path: Path, source: str) -> Iterator[Mapping[str, Any]]:
             f'classification.source is "{source}", which is not a file; give a file, a Hugging Face id, or a packaged '
             f"set ({', '.join(PACKAGED_TEXTS)})."
         )
-    try:
-        content = path.read_bytes().decode("utf-8-sig")  # a byte-order mark is no part of a column's name
-    except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
-    except OSError as error:
-        raise DataError(f"{source} cannot be read ({error.strerror}).") from None
+    content = read_utf8(path, source)
     if path.suffix.lower() in _TABLES:
         return _table_rows(content, _TABLES[path.suffix.lower()], source)
     return _json_rows(content, path.suffix.lower() == ".json", source)

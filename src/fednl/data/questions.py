@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from fednl.data.examples import LETTERS
 from fednl.data.packaged_questions import PACKAGED, fetch_questions
+from fednl.data.text_files import read_utf8
 from fednl.errors import DataError, SettingsError
 
 
@@ -74,11 +76,7 @@ def _read(path: Path, source: str, splits: Sequence[str]) -> Iterator[Question]:
 def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     if not path.is_file():
         raise SettingsError(f'mmlu.source is "{source}", which is not a file; check the name.')
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_utf8(path, source).split("\n"), 1):
         where = f"{source}, line {number}"
         try:
             row = json.loads(line) if line.strip() else None
@@ -93,12 +91,15 @@ def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str
 def _table(path: Path, split: str) -> Iterator[Question]:
     """MMLU's own files: no header; question, four choices, letter."""
     subject = path.stem.removesuffix(f"_{split}")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, fields in enumerate(csv.reader(file), 1):
+    reader = csv.reader(io.StringIO(read_utf8(path, path.name), newline=""))
+    try:
+        for number, fields in enumerate(reader, 1):
             if len(fields) != 6:
                 raise DataError(f"{path.name}, row {number}, has {len(fields)} fields where MMLU has 6; mend it.")
             row = {"question": fields[0], "choices": fields[1:5], "answer": fields[5], "subject": subject}
             yield _checked(row, f"{path.name}, row {number}", split)
+    except csv.Error as error:
+        raise DataError(f"{path.name}, line {reader.line_num}, is not readable ({error}); mend it.") from None
 
 
 def _hub_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]]:

@@ -28,10 +28,14 @@ def seed_lines(runs: Sequence[Run], rows: Mapping[str, Sequence[tuple[str, Seque
     for group in groups.values():
         tasks = dict.fromkeys(task for run in group for task, _ in rows[str(run.path)])
         for task in tasks if len(group) > 1 else ():
-            found = over_seeds([part for run in group for name, part in rows[str(run.path)] if name == task])
-            if found:
-                names = ", ".join(escape(run.path.name) for run in group)
-                parts += [f"## {escape(task)}: seeds of one setting ({names})", _table(found)]
+            files = [part for run in group for name, part in rows[str(run.path)] if name == task]
+            lengths = dict.fromkeys(row.get("tokens") for part in files for row in part)
+            for tokens in lengths:
+                found = over_seeds([[row for row in part if row.get("tokens") == tokens] for part in files])
+                if found:
+                    names = ", ".join(escape(run.path.name) for run in group)
+                    length = f", {tokens} tokens" if len(lengths) > 1 else ""
+                    parts += [f"## {escape(task)}{length}: seeds of one setting ({names})", _table(found)]
     if not parts:
         return [
             f"No two of these runs differ in their seed only, so nothing here says that a method is better: that takes "
