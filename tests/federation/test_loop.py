@@ -201,7 +201,7 @@ def test_a_client_that_raises_has_failed_and_its_words_stay_with_it(tmp_path: Pa
 
     def endpoint(client: str, *rest: Any) -> Any:
         if client == "ada":
-            raise ValueError("patient Ada, born 1815")
+            raise ValueError("patient Ada, born Byron")
         if client == "bob":
             raise DataError("the file is empty.")
         return inner(client, *rest)
@@ -211,8 +211,8 @@ def test_a_client_that_raises_has_failed_and_its_words_stay_with_it(tmp_path: Pa
     assert (first["status"], first["reason"]) == ("failed", "ValueError")
     assert first["detail"].startswith("test_loop.py:")
     assert (second["reason"], second["detail"]) == ("DataError", "the file is empty.")
-    assert "1815" not in (toy.path / "rounds.jsonl").read_text()
-    assert "1815" not in str(toy.events)
+    assert "Byron" not in (toy.path / "rounds.jsonl").read_text()
+    assert "Byron" not in str(toy.events)
 
 
 def test_a_diverged_client_is_refused_and_healthy_again_in_the_next_round(tmp_path: Path) -> None:

@@ -163,12 +163,12 @@ def test_c13_the_first_round_of_a_sitting_has_a_warm_up_allowance_and_later_ones
 
 def test_c14_the_first_failing_clients_reason_is_in_the_summary_and_its_private_words_are_not(tmp_path: Path) -> None:
     def endpoint(client: str, *rest: Any) -> Any:
-        raise ValueError("patient Ada, born 1815")
+        raise ValueError("patient Ada, born Byron")
 
     toy = Bench(tmp_path / "run", settings=FederationSettings(max_failed_rounds=2))
     with pytest.raises(FednlError, match=r'"ada" \(failed, ValueError, test_pitfalls.py:\d+\)') as caught:
         toy.run(InProcessTransport(endpoint, SIZES))
-    assert "1815" not in str(caught.value) + (toy.path / "rounds.jsonl").read_text()
+    assert "Byron" not in str(caught.value) + (toy.path / "rounds.jsonl").read_text()
     assert len(toy.rows()) == 2
 
 
