@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ RULES: dict[str, UpdateRule] = {
 """The update rules by the name that `[memory] rule` takes."""
 
 
+@functools.cache
 def function(place: str) -> Callable[..., Any]:
     """Loads a rule's function from its `module:name`."""
     module, _, name = place.partition(":")
