@@ -30,6 +30,26 @@ class Metric:
         """Its heading in a table of several metrics."""
         return "nats/token" if self.kind == "loss" else f"{self.short}, %"
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of it is better: of everything but a loss."""
+        return self.kind != "loss"
+
+    @property
+    def scale(self) -> float:
+        """What a value is multiplied with to be written: a loss is written as it is, the others in percent."""
+        return 1.0 if self.kind == "loss" else 100.0
+
+    @property
+    def form(self) -> str:
+        """How a written value is rounded, as `format` takes it."""
+        return ".2f" if self.kind == "loss" else ".1f"
+
+    @property
+    def gap_unit(self) -> str:
+        """The unit of a difference between two arms, as it is written."""
+        return "nats/token" if self.kind == "loss" else "pp"
+
 
 METRICS: dict[str, Metric] = {
     "candidates": Metric("Right candidate of four, %", "candidates", "correct", "share", has_chance=True),
