@@ -59,6 +59,9 @@ METRICS: dict[str, Metric] = {
     "nats_per_token": Metric(
         "Cross-entropy of the right answer, nats/token (lower is better)", "nats per token", "nats_per_token", "loss"
     ),
+    "text_nats_per_token": Metric(
+        "Cross-entropy of the text, nats/token (lower is better)", "nats per token of text", "nats_per_token", "loss"
+    ),
 }
 """Every metric, in the order of the tables."""
 
@@ -122,7 +125,20 @@ MMLU = Measure(
         "federated", "full-attention", "window-only", "public-rules", "federated-lora", "local-only", "pooled"
     ),
 )
+TEXT = Measure(
+    metrics=("text_nats_per_token",),
+    arms=("full-attention", "window-only", "public-rules", "federated-lora", "federated", "local-only", "pooled"),
+    pairs=_against(
+        "federated", "full-attention", "window-only", "public-rules", "federated-lora", "local-only", "pooled"
+    ),
+)
 
 # What is measured of a new task is one line here.
-MEASURES: dict[str, Measure] = {"needles": NEEDLES, "public": NEEDLES, "mmlu": MMLU, "classification": CLASSIFICATION}
+MEASURES: dict[str, Measure] = {
+    "needles": NEEDLES,
+    "public": NEEDLES,
+    "mmlu": MMLU,
+    "text": TEXT,
+    "classification": CLASSIFICATION,
+}
 """By task."""
