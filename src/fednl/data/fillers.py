@@ -44,13 +44,14 @@ class FillerText:
     size_bytes: int
 
 
-def load_filler(name: str, seed: int = 0) -> FillerText:
+def load_filler(name: str, seed: int = 0, key: str = "data.filler") -> FillerText:
     """Reads or makes the filler that `data.filler` names.
 
     Args:
         name: `"standard-library"`, `"generated"`, a packaged set of texts (`"bbc-news"`) or one class of it
             (`"bbc-news/tech"`), or the path of a UTF-8 text file (a byte-order mark is ignored).
         seed: of the generated sentences; the other fillers have no randomness.
+        key: the setting that names it, for messages.
 
     Raises:
         SettingsError: the file does not exist or is no file, or the set has no such class.
@@ -58,31 +59,32 @@ def load_filler(name: str, seed: int = 0) -> FillerText:
             be fetched.
     """
     if name.partition("/")[0] in PACKAGED_TEXTS:
-        text = _packaged(*name.partition("/")[::2])
+        text = _packaged(name, key)
     elif name == STANDARD_LIBRARY:
         text = standard_library.prose()
     elif name == GENERATED:
         text = generated_text(python_rng(seed, "filler"))
     else:
-        text = _read(name)
+        text = _read(name, key)
     raw = text.encode("utf-8")
     return FillerText(name, text, hashlib.sha256(raw).hexdigest(), len(raw))
 
 
-def _packaged(name: str, label: str) -> str:
+def _packaged(name: str, key: str) -> str:
     """A packaged set's texts, one after the other in an order that mixes their classes; equal texts once."""
-    rows = read_labelled(name)
+    whole, _, label = name.partition("/")
+    rows = read_labelled(whole)
     if label and label not in (known := sorted({row.label for row in rows})):
-        raise SettingsError(f'data.filler is "{name}/{label}"; the classes of {name} are: {", ".join(known)}.')
+        raise SettingsError(f'{key} names "{name}"; the classes of {whole} are: {", ".join(known)}.')
     texts = [row.text for row in rows if row.label == (label or row.label)]
     return "\n\n".join(sorted(texts, key=lambda text: hashlib.sha256(text.encode("utf-8")).digest()))
 
 
-def _read(name: str) -> str:
+def _read(name: str, key: str) -> str:
     path = Path(name).expanduser()
     if not path.is_file():
         raise SettingsError(
-            f'data.filler is "{name}", which is not a file; give the path of a UTF-8 text file,'
+            f'{key} is "{name}", which is not a file; give the path of a UTF-8 text file,'
             f' "{STANDARD_LIBRARY}" or "{GENERATED}".'
         )
     try:

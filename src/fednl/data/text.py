@@ -129,7 +129,7 @@ def _stem(source: str) -> str:
 
 def _parts(source: str, tokenizer: Tokenizer, tokens: int, holders: int, seed: int) -> dict[str, Iterator[Region]]:
     """Each split's part of a text, cut among those who hold it."""
-    regions = split_regions(load_filler(source, seed), tokenizer, tokens)
+    regions = split_regions(load_filler(source, seed, "text.sources"), tokenizer, tokens)
     return {split: iter(shares(region, holders)) for split, region in regions.items()}
 
 
