@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from algorithms import cell, macro, run_at, table
+from algorithms import answers, macro, run_at, table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,14 +40,26 @@ LAYERS = "8-12"
 
 @dataclass(frozen=True)
 class Rules:
-    """A set of rules: what is shared of SmolLM2's, and the same of Llama-3.2-1B's."""
+    """A set of rules.
+
+    Attributes:
+        small: what is shared of SmolLM2's, as `[federation] shared`.
+        large: the same of Llama-3.2-1B's; LoRA's names stand in another model.
+        settings: what else its run is made with.
+        rows: by the name of a row, the arm that gives its accuracy.
+    """
 
     small: list[str]
     large: list[str]
+    settings: tuple[str, ...] = ()
+    rows: dict[str, str] = field(default_factory=dict)
 
 
+LORA, ALONE = "LoRA r16", "nothing"
+ON_LORA = ("memory.layers=none", "memory.start=fresh", "lora.rank=16", "lora.targets=all-linear")
 SETS = {
-    "theta": Rules(["theta"], ["theta"]),
+    LORA: Rules(["lora"], ["lora"], ON_LORA),
+    "theta": Rules(["theta"], ["theta"], rows={"theta": "federated", ALONE: "local-only", "window only": "window-only"}),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
     "compact": Rules(
@@ -94,20 +106,23 @@ def payload(tensors: Mapping[str, Tensor], names: Iterable[str], coding: str) ->
 def weigh() -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, int]]:
     """By set and coding the bytes of a message and of its container; by set how many numbers."""
     memory, lora = shapes("memory"), shapes("lora")
-    chosen = {"LoRA r16": (lora, sorted(lora))}
-    chosen |= {name: (memory, select(memory, rules.large)) for name, rules in SETS.items()}
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, (tensors, names) in chosen.items():
+    numbers: dict[str, int] = {}
+    for name, rules in SETS.items():
+        tensors = lora if name == LORA else memory
+        names = select(tensors, rules.large)
         made = {coding: payload(tensors, names, coding) for coding in CODINGS}
         sizes[name] = {coding: (one.size_bytes, one.size_bytes - one.tensor_bytes) for coding, one in made.items()}
-    return sizes, {name: sum(tensors[one].numel() for one in names) for name, (tensors, names) in chosen.items()}
+        numbers[name] = sum(tensors[one].numel() for one in names)
+    return sizes, numbers
 
 
 def config_of(name: str, given: list[str]) -> Config:
-    """The settings of one set's run; LoRA's is an arm of its own beside the largest set."""
-    arms = ["window-only", "federated", *(["federated-lora"] if name == "theta" else [])]
-    sets = [f"federation.shared={json.dumps(SETS[name].small)}", f"evaluation.arms={json.dumps(arms)}"]
-    return load_config("configs/compact.toml", [*sets, "lora.targets=all-linear", *given])
+    """The settings of one set's run."""
+    rules = SETS[name]
+    arms = list(rules.rows.values()) or ["federated"]
+    sets = [f"federation.shared={json.dumps(rules.small)}", f"evaluation.arms={json.dumps(arms)}"]
+    return load_config("configs/compact.toml", [*sets, *rules.settings, *given])
 
 
 def main() -> None:
@@ -121,20 +136,19 @@ def main() -> None:
     torch.set_num_threads(1)
     accuracy: dict[str, list[str]] = {}
     for name in [] if args.bytes_only else args.only.split(","):
-        run = run_at(args.out / name, config_of(name, args.set))
-        arms = {name: "federated", **({"LoRA r16": "federated-lora"} if name == "theta" else {})}
-        for row, arm in arms.items():
-            found = macro(run, arm, "candidates")
-            accuracy[row] = [cell(found, 100, ".1f"), str(found["n"])]
+        run = run_at(args.out / name.replace(" ", "-"), config_of(name, args.set))
+        for row, arm in (SETS[name].rows or {name: "federated"}).items():
+            accuracy[row] = [*answers(run, arm), str(macro(run, arm, "candidates")["n"])]
     sizes, numbers = weigh()
     body = []
     for name, by_coding in sizes.items():
         cells = [f"{total:,} ({container:,})" for total, container in by_coding.values()]
-        ratio = sizes["LoRA r16"]["bfloat16"][0] / by_coding["bfloat16"][0]
-        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-", "-"])])
+        ratio = sizes[LORA]["bfloat16"][0] / by_coding["bfloat16"][0]
+        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 3)])
         body[-1].append(f"{ratio:.0f}" if name in accuracy else "-")
-    heads = ["set", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
-    print(table([*heads, "right of four, %", "n", "LoRA's bytes over its own, bfloat16"], body))
+    body += [[row, "0", *["-"] * len(CODINGS), *cells, "-"] for row, cells in accuracy.items() if row not in sizes]
+    heads = ["shared", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
+    print(table([*heads, "right of four, %", "nats/token", "n", "LoRA's bytes over its own, bfloat16"], body))
     print(
         "\nOne client's message up, at Llama-3.2-1B's shapes; accuracy on SmolLM2-135M, macro over clients, chance 25%."
     )
