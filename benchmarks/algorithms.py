@@ -25,7 +25,7 @@ from typing import Any
 from fednl.config import Config, load_config
 from fednl.errors import SettingsError
 from fednl.runs import Run
-from fednl.training import resume, train
+from fednl.training import config_of, resume, train
 
 GRID = (3e-3, 1e-2, 3e-2)
 LORA = ("memory.layers=none", "lora.rank=8", 'lora.targets="q_proj,v_proj"', "federation.shared=lora")
@@ -108,15 +108,18 @@ def run_at(folder: Path, config: Config) -> Run:
     if not (folder / "config.json").exists():
         return train(config, folder, told(folder))
     run = Run.open(folder)
-    then, now = run.read_json("config.json"), json.loads(config.to_json())
+    # As settings, not as they were written: a key that is younger than the folder had its default.
+    then, now = config_of(run).to_dict(), config.to_dict()
     if then != now:
-        for section in now:
-            for key, value in now[section].items():
-                if then.get(section, {}).get(key) != value and (section, key) != ("evaluation", "arms"):
+        for section in then | now:
+            before, after = then.get(section, {}), now.get(section, {})
+            for key in before | after:
+                value = after.get(key)
+                if before.get(key) != value and (section, key) != ("evaluation", "arms"):
                     raise SettingsError(
                         f"{folder} holds a run with another [{section}] {key}, not {value!r}: name another --out."
                     )
-        run.write_json("config.json", config.to_dict())
+        run.write_json("config.json", now)
     return run if is_done(run, config) else resume(folder, told(folder))
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from fednl.errors import SettingsError
 from fednl.federation.algorithms import ALGORITHMS
-from small_run import tiny_backbone
+from fednl.runs import Run
+from small_run import settings, tiny_backbone
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "algorithms.py"
 
@@ -61,6 +63,25 @@ def test_both_tables_come_out_and_a_second_call_trains_nothing(
     monkeypatch.setattr(benchmark, "resume", None)
     benchmark.main()
     assert capsys.readouterr().out == first
+
+
+def test_a_folder_from_before_a_key_is_gone_on_with_and_other_settings_are_refused(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: Any
+) -> None:
+    own = settings(tmp_path, evaluation={"arms": ["federated"]})
+    written = own.to_dict()
+    del written["memory"]["write-rank"], written["privacy"]
+    run = Run.create(tmp_path / "run")
+    run.write_json("config.json", written)
+    resumed: list[Path] = []
+    monkeypatch.setattr(benchmark, "resume", lambda folder, told: resumed.append(folder))
+    monkeypatch.setattr(benchmark, "train", None)
+    benchmark.run_at(run.path, own)
+    benchmark.run_at(run.path, settings(tmp_path, evaluation={"arms": ["federated", "window-only"]}))
+    assert resumed == [run.path, run.path]
+    with pytest.raises(SettingsError, match=r"another \[memory\] write-rank, not 2"):
+        benchmark.run_at(run.path, settings(tmp_path, memory={"write-rank": 2}))
+    assert resumed == [run.path, run.path]
 
 
 def test_it_names_algorithms_that_exist_and_refuses_others(benchmark: ModuleType) -> None:

@@ -18,7 +18,7 @@ FILE = "partition.json"
 _ROW = {"client", "split", "sha256"}
 _CHECKED_OTHERWISE = ("backbone", "data", "evaluation")  # by what they lead to: identity, hashes, questions
 _FREE = {
-    "federation": ("parallel-clients", "keep-checkpoints", "max-failed-rounds", "deadline-s", "warm-up-s"),
+    "federation": ("parallel-clients", "keep-checkpoints", "max-failed-rounds", "pace", "deadline-s", "warm-up-s"),
     "training": ("rounds",),  # more rounds only go on; fewer are refused where the checkpoint is read
     "run": ("out",),
 }
