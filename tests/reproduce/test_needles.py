@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fednl.errors import Interrupted, SettingsError
-from fednl.reproduce import needles, sitting, table_named
+from fednl.reproduce import keeping, needles, sitting, table_named
 from fednl.reproduce.papers import NEEDLES
 from fednl.reproduce.sitting import Sitting
 
@@ -43,7 +43,7 @@ def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
     trained = [name.partition(":")[0] for name in began if "training" in name]
     assert trained == ["fedavg-lora-full", "fedala-window", "ffa-lora-window"]
     for name in ("train", "resume", "evaluate"):
-        monkeypatch.setattr(sitting, name, None)
+        monkeypatch.setattr(keeping, name, None)
     assert reproduce(folder) == text == (folder / "report.md").read_text()
     rows = json.loads((folder / "results" / "needles-430.json").read_text())
     assert rows["where"] == "measured here"
