@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from algorithms import answers, macro, run_at, table
+from algorithms import answers, macro, table, told
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +31,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import select
 from fednl.models.adapters import LoraAdapter
 from fednl.models.settings import LoraSettings
+from fednl.reproduce.keeping import run_at
 
 BIASES = ["layers.*.memory.write.bias", "layers.*.memory.gate.bias"]
 CODINGS = ("float32", "float16", "bfloat16", "int8-deltas")
@@ -155,7 +156,8 @@ def measured(out: Path, names: Iterable[str], given: list[str]) -> dict[str, lis
     for name in names:
         ways = list(WAYS)[:1] if SETS[name].all else list(WAYS)
         folders = [out / way.replace(" ", "-") / name.replace(" ", "-") for way in ways]
-        runs = [run_at(folder, config_of(name, way, given)) for folder, way in zip(folders, ways, strict=True)]
+        configs = [config_of(name, way, given) for way in ways]
+        runs = [run_at(folder, config, told(folder)) for folder, config in zip(folders, configs, strict=True)]
         for row, arm in (SETS[name].arms or {name: "federated"}).items():
             cells = [cell for run in (runs if arm == "federated" else runs[:1]) for cell in answers(run, arm)]
             found[row] = [*cells, *["-"] * (4 - len(cells)), str(macro(runs[0], arm, "candidates")["n"])]
