@@ -29,8 +29,8 @@ class StreamNats:
     Attributes:
         nats: mean cross-entropy of each bin's tokens, in nats per token.
         tokens: how many tokens of each bin were scored: all but the text's first one.
-        cache_bytes: bytes of the cache after each bin (where bins are shorter than pieces: after the piece that it was
-            read in), memory state and keys and values together.
+        cache_bytes: bytes of the cache after each bin (with `across_bins` after the piece that its end was read in),
+            memory state and keys and values together.
     """
 
     nats: tuple[float, ...]
@@ -45,6 +45,7 @@ def stream_nats(
     make_cache: Callable[[nn.Module], Any],
     bin_tokens: int = 1024,
     piece_tokens: int = 256,
+    across_bins: bool = False,
     on_read: Callable[[int], None] | None = None,
 ) -> StreamNats:
     """Reads a text token after token, as a conversation would be, and says how well each bin was foreseen.
@@ -58,6 +59,8 @@ def stream_nats(
         make_cache: makes an empty cache for the model.
         bin_tokens: tokens a bin; the last one may be shorter.
         piece_tokens: tokens a pass, at least 1: bounds the logits that exist at once; no result depends on it.
+        across_bins: whether a piece may hold several bins, which is faster where these are short. Otherwise it ends
+            with its bin, so that the cache is looked at there.
         on_read: called with the number of tokens read so far.
 
     Raises:
@@ -75,10 +78,8 @@ def stream_nats(
     with evaluating(model):
         first = 0
         while first < len(ids):
-            # A piece ends with its bin, so that the cache is looked at there; or holds several bins.
-            last = min(first + piece_tokens, len(ids))
-            if bin_tokens >= piece_tokens:
-                last = min(last, (first // bin_tokens + 1) * bin_tokens)
+            bin_end = len(ids) if across_bins else (first // bin_tokens + 1) * bin_tokens
+            last = min(first + piece_tokens, bin_end, len(ids))
             piece = text[:, first:last]
             logits = forward(model, piece, torch.ones_like(piece), cache, first, keep=0)[0]
             targets = text[0, first + 1 : last + 1]

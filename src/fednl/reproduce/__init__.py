@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TABLES: dict[str, str] = {
     "needles": "fednl.reproduce.needles:TABLE",
     "streaming": "fednl.reproduce.streaming:TABLE",
+    "ablation": "fednl.reproduce.ablation:TABLE",
 }
 
 SCALES: dict[str, str] = {

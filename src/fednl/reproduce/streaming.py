@@ -70,6 +70,7 @@ class _Reader:
                 make_cache=MemoryCache,
                 bin_tokens=FINE_TOKENS,
                 piece_tokens=_PIECE_TOKENS,
+                across_bins=True,
                 on_read=tell,
             )
         return vars(found)
