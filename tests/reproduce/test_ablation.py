@@ -34,8 +34,8 @@ def test_each_line_leaves_out_what_it_says(folder: Path) -> None:
     for name, numbers in gates["no-gate"].items():
         start = 0.1 if name.endswith("bias") else 0.0
         assert numbers == pytest.approx([start] * len(numbers)) and gates["full"][name] != numbers
-    moved = [k for k, v in rules("no-gate").items() if ".gate." not in k and v != rules("full")[k]]
-    assert moved  # the rest is trained, under another gate
+    # The weights of fresh rules are 0; those that are not left out were trained beside the gate that was not.
+    assert any(any(v) for k, v in rules("no-gate").items() if k.endswith("write.weight"))
 
 
 def test_perplexities_stand_beside_the_papers_and_are_of_the_same_stretches(folder: Path) -> None:
