@@ -2,13 +2,15 @@
 
     python benchmarks/compact.py --out runs/compact
     python benchmarks/compact.py --bytes-only
-    python benchmarks/compact.py --out runs/compact-private --only theta,compact --set privacy.mode=central \
-        --set combine.weights=uniform --set privacy.clip=1.0 --set privacy.noise-multiplier=1.0
+    python benchmarks/compact.py --out runs/compact-private --only "LoRA r16,theta,low-rank" --ways "others private" \
+        --set privacy.mode=central --set combine.weights=uniform --set privacy.clip=0.03 \
+        --set privacy.noise-multiplier=1.05 --set 'evaluation.arms=["federated"]'
 
 Trains each set on the needle federation of configs/compact.toml (an ordinary run in its own folder: whatever stopped
-the command, the same command goes on), and weighs a message of each at Llama-3.2-1B's shapes: random numbers in the
-very tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands
-only beside the accuracy of the same set. Under noise all sets, and LoRA, spend the same epsilon. Prints Markdown.
+the command, the same command goes on), once with every client training the rules that it does not share for itself, and
+once with these left as they began. Weighs a message of each set at Llama-3.2-1B's shapes: random numbers in the very
+tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands only
+beside the accuracy of the same set. Under noise all sets, and LoRA, spend the same epsilon. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -152,9 +154,10 @@ def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[s
         cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
         number = "-"
         for way in [way for way in WAYS if way in ways and not (rules.all and way == UNTRAINED)]:
-            run = run_at(out / way.replace(" ", "-") / name.replace(" ", "-"), config_of(name, way, given))
+            config = config_of(name, way, given)
+            run = run_at(out / way.replace(" ", "-") / name.replace(" ", "-"), config)
             for row, arm in arms.items():
-                if way != UNTRAINED or arm == "federated":
+                if arm in config.evaluation.arms:
                     cells[row][way] = answers(run, arm)
                     number = str(macro(run, arm, "candidates")["n"])
         found |= {
