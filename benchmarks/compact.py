@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from algorithms import answers, macro, run_at, table
+from algorithms import answers, macro, table, told
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +33,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import select
 from fednl.models.adapters import LoraAdapter
 from fednl.models.settings import LoraSettings
+from fednl.reproduce.keeping import run_at
 
 BIASES = ["layers.*.memory.write.bias", "layers.*.memory.gate.bias"]
 CODINGS = ("float32", "float16", "bfloat16", "int8-deltas")
@@ -155,7 +156,8 @@ def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[s
         number = "-"
         for way in [way for way in WAYS if way in ways and not (rules.all and way == UNTRAINED)]:
             config = config_of(name, way, given)
-            run = run_at(out / way.replace(" ", "-") / name.replace(" ", "-"), config)
+            folder = out / way.replace(" ", "-") / name.replace(" ", "-")
+            run = run_at(folder, config, told(folder))
             for row, arm in arms.items():
                 if arm in config.evaluation.arms:
                     cells[row][way] = answers(run, arm)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from fednl.errors import SettingsError
 from fednl.federation.algorithms import ALGORITHMS
-from fednl.runs import Run
-from small_run import settings, tiny_backbone
+from fednl.reproduce import keeping
+from small_run import tiny_backbone
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "algorithms.py"
 
@@ -59,29 +58,10 @@ def test_both_tables_come_out_and_a_second_call_trains_nothing(
     lines = {line.split(" | ")[0].strip("| "): line for line in first.splitlines() if line.startswith("|")}
     assert {"window only, untrained", "pooled data", "fedavg", "ewc"} <= lines.keys()
     assert "n = 2 questions, macro over clients, chance 25%" in first and "8 pairs of the first two tasks" in first
-    monkeypatch.setattr(benchmark, "train", None)
-    monkeypatch.setattr(benchmark, "resume", None)
+    monkeypatch.setattr(keeping, "train", None)
+    monkeypatch.setattr(keeping, "resume", None)
     benchmark.main()
     assert capsys.readouterr().out == first
-
-
-def test_a_folder_from_before_a_key_is_gone_on_with_and_other_settings_are_refused(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: Any
-) -> None:
-    own = settings(tmp_path, evaluation={"arms": ["federated"]})
-    written = own.to_dict()
-    del written["memory"]["write-rank"], written["privacy"]
-    run = Run.create(tmp_path / "run")
-    run.write_json("config.json", written)
-    resumed: list[Path] = []
-    monkeypatch.setattr(benchmark, "resume", lambda folder, told: resumed.append(folder))
-    monkeypatch.setattr(benchmark, "train", None)
-    benchmark.run_at(run.path, own)
-    benchmark.run_at(run.path, settings(tmp_path, evaluation={"arms": ["federated", "window-only"]}))
-    assert resumed == [run.path, run.path]
-    with pytest.raises(SettingsError, match=r"another \[memory\] write-rank, not 2"):
-        benchmark.run_at(run.path, settings(tmp_path, memory={"write-rank": 2}))
-    assert resumed == [run.path, run.path]
 
 
 def test_it_names_algorithms_that_exist_and_refuses_others(benchmark: ModuleType) -> None:

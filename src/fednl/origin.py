@@ -29,9 +29,10 @@ def origin(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: the run's settings.
-        facts: what a client said of its backbone and data: `partition`, `identity`, `dtype`, `filler_sha256`.
+        facts: what a client said of its backbone and data: `partition`, `identity`, `dtype`, `filler_sha256`,
+            `context_tokens`.
     """
-    told = {key: facts[key] for key in ("dtype", "filler_sha256") if key in facts}
+    told = {key: facts[key] for key in ("dtype", "filler_sha256", "context_tokens") if key in facts}
     return {"rows": facts["partition"], "backbone": facts["identity"], **told, "settings": _fixed(config)}
 
 

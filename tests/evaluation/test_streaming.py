@@ -174,5 +174,5 @@ def test_documents_are_whole_and_apart(tmp_path: Path) -> None:
     numbers = [set(text.split()) & {str(n) for n in range(2000)} for text in texts]
     assert all(text.strip().startswith("Sentence") for text in texts)
     assert not any(numbers[i] & numbers[j] for i in range(5) for j in range(i))
-    with pytest.raises(DataError, match=r"holds \d documents of 5000 tokens"):
+    with pytest.raises(DataError, match=r"holds \d stretches of 5000 tokens"):
         documents(str(path), tokenizer, 5, 5000)
