@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fednl.data.classification_settings import ClassificationSettings, label_word
 from fednl.data.examples import Splits, Tokenizer
+from fednl.data.held_out import check_held_out
 from fednl.data.labelled_texts import LabelledText, read_labelled
 from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
@@ -80,14 +81,7 @@ def client_names(settings: DataSettings) -> list[str]:
     """
     width = max(2, len(str(settings.clients)))
     names = [f"client-{number:0{width}}" for number in range(1, settings.clients + 1)]
-    for name in settings.hold_out_clients:
-        if name not in names:
-            raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from '
-                f"{names[0]} to {names[-1]}."
-            )
-    if len(set(settings.hold_out_clients)) == len(names):
-        raise SettingsError("data.hold-out-clients names every client, so that none trains; leave one out.")
+    check_held_out(settings, names)
     return names
 
 

@@ -207,7 +207,7 @@ _SHAPE = {
     "vocab": "tokens in the vocabulary",
 }
 
-_MEMORY = ("layers", "rule", "rank", "keys", "address-layer", "address-rank", "write", "mixing", "start")
+_MEMORY = ("layers", "rule", "rank", "keys", "address-layer", "address-rank", "write", "write-rank", "mixing", "start")
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
@@ -220,7 +220,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
         else "full attention, whose cache grows with context"
     )
     read = [key for key in _MEMORY if memory.get("keys") == "context" or not key.startswith("address-")]
-    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory]
+    full = {"write-rank"} if not memory.get("write-rank") else set()
+    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory and key not in full]
     return ", ".join([*parts, seen])
 
 
@@ -250,12 +251,19 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
     own = _section(config, str(data.get("task", "")))
     if own:
-        words = (f"{key} {escape(Path(value).name if key == 'source' else value)}" for key, value in own.items())
+        words = (f"{key} {_without_folders(key, value)}" for key, value in own.items())
         return "; ".join([*parts, ", ".join(words)])
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"
     digest = facts.get("filler_sha256")
     parts.append(f"{filler} (sha256 {escape(digest)})" if digest else filler)
     return "; ".join(part for part in parts if part)
+
+
+def _without_folders(key: str, value: Any) -> str:
+    """A task's own setting; of the places where its texts come from the last part, as folders are private."""
+    if key == "sources" and isinstance(value, list):
+        return ", ".join(escape(Path(str(source)).name) for source in value)
+    return escape(Path(value).name if key == "source" else value)
 
 
 def _training(config: Mapping[str, Any]) -> str:
