@@ -20,6 +20,8 @@ TABLES: dict[str, str] = {
     "unseen": "fednl.reproduce.unseen:TABLE",
     "traffic": "fednl.reproduce.traffic:TABLE",
     "ifed-icl": "fednl.reproduce.ifed_icl:TABLE",
+    "streaming": "fednl.reproduce.streaming:TABLE",
+    "ablation": "fednl.reproduce.ablation:TABLE",
 }
 
 SCALES: dict[str, str] = {
