@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fednl
+from fednl import stored_tasks
 from fednl.client import Bench
 from fednl.config import Config
-from fednl.errors import SettingsError
+from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import personal
 from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, context_params
 from fednl.report import report
@@ -197,6 +198,47 @@ def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
         classification(backbone, **sections, classification={"template": "{text} is {label}"}), tmp_path / "other"
     )
     assert other.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
+
+
+def test_a_new_task_goes_on_from_the_coefficients_of_like_ones_and_says_so(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    told: list[str] = []
+
+    def trained(name: str, template: str, store: str = "near", rounds: int = 2) -> Run:
+        sections: dict[str, dict[str, Any]] = {
+            "context-vectors": {"store": store},
+            "classification": {"template": template},
+            "evaluation": {"arms": ["federated"]},
+            "training": {"rounds": rounds},
+        }
+        told.clear()
+        return train(
+            classification(backbone, **sections), tmp_path / name, lambda event: told.append(str(event.get("text")))
+        )
+
+    def coefficients(run: Run) -> torch.Tensor:
+        return context_params(fednl.load(run.path)[0])[COEFFICIENTS]
+
+    first = trained("first", "{text} is {label}")
+    assert any("the store has no other task on this model" in text for text in told)
+    second = trained("second", "{text}: {label}")
+    assert any("1 of 1 stored tasks on this model are like this one (cosine " in text for text in told)
+    assert torch.equal(coefficients(second), coefficients(first))
+    trained("second-again", "{text}: {label}", rounds=1)
+    assert any("the task is known" in text for text in told) and not any("like this one" in text for text in told)
+
+
+def test_a_stored_task_of_another_shape_is_refused(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    config = classification(backbone, **{"context-vectors": {"store": "on"}, "evaluation": {"arms": ["federated"]}})
+    narrow = {COEFFICIENTS: torch.zeros(2, 2, 2), VECTORS: torch.zeros(2, 2, 8)}
+    stored_tasks.store().put(Bench(config).task_key(), narrow)
+    with pytest.raises(CheckpointError, match=r"vectors \[2, 2, 8\] for this task, and its model has \[2, 2, 16\]"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def handlers(config: Config) -> dict[str, Handler]:
             "kinds": Counter(one.task for splits in own.data.values() for one in splits.train if one.task),
             "candidates": own.candidates,
         }
-        if config.context_vectors.store == "on":
+        if config.context_vectors.store != "off":
             facts["context_key"] = vars(own.task_key())
         if config.data.task == "needles":  # the only task so far that reads `data.filler`
             facts["filler_sha256"] = load_filler(config.data.filler).sha256

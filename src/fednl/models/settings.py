@@ -71,7 +71,8 @@ class ContextVectorSettings(Section):
         start_beta: the weight of the layer's own output before training.
         clip_norm: the longest that what one example leaves may be, as one L2 norm over all layers; 0 for no limit.
         store: `"on"` keeps what a run ends with, by task, in the cache folder, and starts a run on the same task,
-            model, tokenizer, template and precision from it, without a round of vectors.
+            model, tokenizer, template and precision from it, without a round of vectors. `"near"` does the same, and
+            lets a task that is not known go on from the coefficients of like ones after its first round of them.
         noise_std: standard deviation of the noise on every number of a client's mean before it leaves. It is drawn from
             the run's seed, as everything here: it shows what noise costs, and hides nothing from who knows the seed.
 
@@ -83,5 +84,5 @@ class ContextVectorSettings(Section):
     start_lambda: float = Field(default=0.1, allow_inf_nan=False)
     start_beta: float = Field(default=1.0, allow_inf_nan=False)
     clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    store: Literal["off", "on"] = "off"
+    store: Literal["off", "on", "near"] = "off"
     noise_std: float = Field(default=0.0, ge=0, allow_inf_nan=False)
