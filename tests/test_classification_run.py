@@ -15,7 +15,8 @@ from fednl.client import Bench
 from fednl.config import Config
 from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import personal
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, context_params
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
+from fednl.models.context_vectors import context_of, context_params
 from fednl.report import report
 from fednl.runs import Run
 from fednl.training import evaluate, train

@@ -15,8 +15,8 @@ from fednl.errors import CheckpointError
 from fednl.federation.algorithms import FedAvg, IfedIcl
 from fednl.federation.params import Params
 from fednl.fetching import cache_folder
+from fednl.models.context_injection import COEFFICIENTS
 from fednl.models.context_store import ContextStore, TaskKey
-from fednl.models.context_vectors import COEFFICIENTS
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fednl.errors import CheckpointError
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
 from fednl.models.context_store import ContextStore, TaskKey
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS
 
 KEY = TaskKey("news", '{"name": "m", "sha256": "1"}', "tok", "Text: {text}", 2, "float32", "separator")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fednl.errors import CheckpointError
 from fednl.files import write_atomic
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -40,6 +40,7 @@ class TaskKey:
         layers: how many layers are injected.
         dtype: the backbone's precision.
         position: which token was read.
+        inject: where vectors are injected.
     """
 
     task: str
@@ -49,6 +50,7 @@ class TaskKey:
     layers: int
     dtype: str
     position: str
+    inject: str = "all"
 
     @property
     def digest(self) -> str:
