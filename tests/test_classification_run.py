@@ -182,6 +182,37 @@ def test_from_a_client_whose_activations_are_not_finite_nothing_leaves_and_the_r
     assert first["updated"] and [client["steps"] for client in second["clients"]] == [2, 2, 2]
 
 
+def test_injected_into_answers_only_a_run_is_the_same_with_and_without_kept_prompts(
+    backbone: Path, tmp_path: Path
+) -> None:
+    def trained(name: str, **keys: Any) -> tuple[Run, torch.Tensor]:
+        config = classification(
+            backbone, **{"context-vectors": {"inject": "answer", **keys}, "evaluation": {"arms": ["federated"]}}
+        )
+        run = train(config, tmp_path / name)
+        return run, context_params(fednl.load(run.path)[0])[COEFFICIENTS]
+
+    kept, without = trained("kept"), trained("without", **{"keep-mb": 0})
+    assert torch.allclose(kept[1], without[1], atol=1e-5)
+    scores = [
+        [row.get("value") for row in rows(run) if row["metric"] == "nats_per_token"] for run, _ in (kept, without)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    everywhere = trained("everywhere", inject="all")
+    assert not torch.allclose(kept[1], everywhere[1], atol=1e-3)
+
+
+def test_prompts_are_kept_where_nothing_but_context_vectors_sits_on_the_model(backbone: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"context-vectors": {"inject": "answer"}}
+    bench = Bench(classification(backbone, **sections))
+    bench.mount("own")
+    assert context_of(bench.model).prompts is not None
+    both = {"adapters": ["memory", "context-vectors"], "shared": ["theta", "context"]}
+    bench = Bench(classification(backbone, **sections, federation=both, memory={"window-tokens": 0}))
+    bench.mount("own")
+    assert context_of(bench.model).prompts is None
+
+
 def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
