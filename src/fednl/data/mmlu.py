@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from fednl.data.client_names import check_held_out
 from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
+from fednl.data.held_out import check_held_out
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings

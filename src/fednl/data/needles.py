@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fednl.data.client_names import check_held_out, numbered_clients
+from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
+from fednl.data.held_out import check_held_out
 from fednl.data.long_tail import long_tail
 from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needle_clients import CLIENTS

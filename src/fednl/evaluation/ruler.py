@@ -63,17 +63,6 @@ def match_all(answer: str, wanted: Sequence[str]) -> float:
     return sum(text.lower() in written for text in wanted) / len(wanted)
 
 
-def match_part(answer: str, wanted: Sequence[str]) -> float:
-    """Gives 1 if an answer contains any of the wanted texts, else 0; RULER's measure of question answering.
-
-    Args: as `match_all`.
-
-    Source: `string_match_part` of RULER's public code.
-    """
-    written = _cleaned(answer)
-    return float(any(text.lower() in written for text in wanted))
-
-
 def answer_ruler(
     model: nn.Module,
     tokenizer: Any,
