@@ -26,7 +26,7 @@ TEXTS = {"tiny": 2, "small": 16, "paper": 16}
 """How many texts are read at a scale."""
 FINE_TOKENS, BIN_TOKENS, COLD_TOKENS = 64, 1024, 1024
 """Every text is read once, in fine bins; the coarse ones are made of them, and the first of them are the cold start."""
-_PIECE_TOKENS = 512
+_PIECE_TOKENS = 256
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
