@@ -20,11 +20,12 @@ MISSING = "-"
 
 def head(table: Table, scale: str, command: str) -> str:
     """What every page begins with."""
+    size = table.scales[scale].about
     return (
-        f"# {table.name}, scale {scale}\n\n{table.about}\n\nScale: {table.scales[scale].about}. Made by `{command}`; the "
-        f'same command goes on with what is missing. Columns headed "{MEASURED}" hold numbers of the runs in this folder, '
-        f'columns headed "{REPORTED}" what the paper prints of other models and other data: they stand beside each '
-        "other, and nothing is computed of both."
+        f"# {table.name}, scale {scale}\n\n{table.about}\n\nScale: {size}. Made by `{command}`; the same command "
+        f'goes on with what is missing. Columns headed "{MEASURED}" hold numbers of the runs in this folder, columns '
+        f'headed "{REPORTED}" what the paper prints of other models and other data: they stand beside each other, and '
+        "nothing is computed of both."
     )
 
 
