@@ -1,7 +1,7 @@
 """Which code runs the delta rule: plain torch, or on a GPU the Triton kernel of flash-linear-attention (extra `gpu`).
 
 Not run on a GPU. The kernel's own code, run by Triton's interpreter on a processor, agrees with the recurrence in
-values and gradients (docs/decisions/0031). Without the package plain torch runs everywhere.
+values and gradients (docs/decisions/0032). Without the package plain torch runs everywhere.
 """
 
 from __future__ import annotations
