@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fednl.evaluation.cohort import COHORT
-from fednl.reproduce import SCALES, keeping, mmlu, papers, table_named, traffic, unseen
+from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Published
 from fednl.runs import Run
@@ -57,6 +57,12 @@ def test_settings_of_all_methods_are_read(scale: str, tmp_path: Path) -> None:
         sitting = Sitting(table_named(name), scale, tmp_path)
         for line in some:
             assert sitting.config(line.method).training.rounds > 0
+
+
+def test_every_table_is_told_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    told = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(told) == sorted(TABLES)
 
 
 def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str, Path]) -> None:
