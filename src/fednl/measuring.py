@@ -18,7 +18,7 @@ from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
-from fednl.federation.params import Params, personal, shared_groups
+from fednl.federation.params import Params, shared_groups
 from fednl.federation.pool import Job
 from fednl.federation.wire import pack, unpack
 from fednl.origin import FILE
@@ -217,7 +217,8 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
     algorithm = make_algorithm(config, rules)
-    if len(algorithm.shared(params)) + len(algorithm.given(params)) == len(params):
+    travels = len(algorithm.shared(params)) + len(algorithm.given(params))
+    if travels == len(params) and not algorithm.traits.keeps_own:
         return dict.fromkeys(clients, params)
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)
@@ -226,7 +227,7 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
             f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
             f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
         )
-    return {client: personal(params, checkpoint.client_states.get(client, {})) for client in clients}
+    return {client: algorithm.answers(params, checkpoint.client_states.get(client, {})) for client in clients}
 
 
 def _shared(run: Run, config: Config, rules: str) -> list[str]:

@@ -15,7 +15,7 @@ from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
-from fednl.federation.params import Params, personal
+from fednl.federation.params import Params
 from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
@@ -212,9 +212,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
     transport = ProcessTransport(pool, clients, {"arm": name})
 
+    algorithm = make_algorithm(config, name)
+
     def validate(round: int, params: Params) -> Validation:
         states = transport.states()
-        own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
+        own = {client: algorithm.answers(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
         told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
@@ -228,7 +230,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         _write_descriptions(run, config, facts)
         start |= _stored(facts, on_event)
     trained = run_rounds(
-        make_algorithm(config, name),
+        algorithm,
         transport,
         start,
         settings,

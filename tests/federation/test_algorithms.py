@@ -105,6 +105,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "fedala": {"weight_lr": 0.0},
     "ewc": {"strength": 0.0},
     "fedssi": {"strength": 0.0},
+    "fedweit": {"parts": (), "drift": 0.0, "unsent": 0.0},
     "reptile": {"outer_lr": 1.0},
     "per-fedavg": {"inner_lr": 0.0},
     "ifed-icl": {},  # the toys leave no context vectors

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.apart import Apart
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
@@ -186,13 +187,16 @@ def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
     return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
-def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> LoraCombiner | PrivateSum | MaskedMean:
+def _combiner(
+    fed: Federation, shared: Params, noise: PrivateSum | None
+) -> LoraCombiner | Apart | PrivateSum | MaskedMean:
     """What a round's replies are handed to: single updates, or only their sum."""
     if fed.exchange.privacy.secure:
         return MaskedMean(shared, noise)
     if noise is not None:
         return noise.starting_from(shared)
-    return LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    return Apart(fed.algorithm, combiner) if fed.algorithm.apart(fed.algorithm.extra(shared)) else combiner
 
 
 def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
@@ -213,7 +217,8 @@ def _ask(fed: Federation, point: Point, message: Message, asked: list[str], comb
         sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
         extra = {**algorithm.extra(offer), **({} if made else given)}
-        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding)
+        apart = frozenset(algorithm.apart(extra))
+        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding, apart)
     ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
