@@ -10,6 +10,7 @@ from typing import Any
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.long_tail import thirds
+from fednl.data.tasks import not_read
 from fednl.errors import CheckpointError, DataError, FednlError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -36,11 +37,12 @@ _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
 def changed_settings(own: Config, config: Config) -> dict[str, Any]:
     """Gives the settings under which a run's rules meet other questions than the run's own, by `section.key`."""
     then, now = own.to_dict(), config.to_dict()
+    same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(config.data.task)}
     return {
         f"{section}.{key}": value
         for section in ("data", "memory", "evaluation")
         for key, value in now[section].items()
-        if value != then[section].get(key) and f"{section}.{key}" not in _SAME_QUESTIONS
+        if value != then[section].get(key) and f"{section}.{key}" not in same
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
+from fednl.data.tasks import not_read
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import check_accounting
@@ -106,7 +107,8 @@ def evaluate(
     check_settings(run, own)
     config = own.with_overrides(overrides)
     if task is not None:
-        config = config.with_overrides([f"data.task={task}"])
+        even = [f"data.{key}={value}" for key, value in not_read(task).items()]
+        config = config.with_overrides([f"data.task={task}", *even])
     # A section that is new is fixed unless it is named here; an algorithm's and a task's are compared as they are read.
     free = {"data", "evaluation", "prefix", "algorithm", "task"}
     pairs = {name: (getattr(own, name), getattr(config, name)) for name in Config.model_fields if name not in free}

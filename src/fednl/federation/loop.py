@@ -15,7 +15,7 @@ from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_combine import LoraCombiner
-from fednl.federation.lora_ranks import Ranks, check_lora
+from fednl.federation.lora_ranks import Ranks, check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
@@ -149,17 +149,17 @@ def _one_round(fed: Federation, point: Point) -> Point:
     combiner = _combiner(fed, shared, None if private is None else private.sum)
     ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
     params, server_state = point.params, point.server_state
-    told, spent = combiner.facts(), None
+    numbers, spent = combiner.facts(), None
     if private is not None:
         spent = private.after(asked)
-        told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
+        numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
     reason = _why_no_quorum(fed, ledger) or combiner.fault()
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
-            told |= fed.algorithm.measure(shared, combined, update, combiner.products())
+            numbers |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -172,7 +172,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         told=_told(fed, point, ledger),
         spent=spent,
     )
-    after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
@@ -273,7 +273,7 @@ def _check_start(
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
     names = tuple(algorithm.shared(params))
-    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    check_ranks(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
     return names
 
 

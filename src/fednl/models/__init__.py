@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fednl.fetching import cache_folder as cache_folder
     from fednl.models.adapters import ADAPTERS as ADAPTERS
     from fednl.models.adapters import Adapter as Adapter
     from fednl.models.adapters import LoraAdapter as LoraAdapter
@@ -33,7 +32,6 @@ _FILE_OF = {
     "MemoryAdapter": "adapters",
     "PACKAGED": "packaged",
     "attach_lora": "lora",
-    "cache_folder": "store",
     "detach_lora": "lora",
     "fetch_packaged": "packaged",
     "load_backbone": "backbone",
