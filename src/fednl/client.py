@@ -18,10 +18,20 @@ import torch
 from torch import Tensor
 
 from fednl.answering import answer, with_their_rules
-from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    VIEWS,
+    Setup,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    make_algorithm,
+    training_of,
+)
 from fednl.config import Config
 from fednl.data import Splits, Stream, collate, demonstrations, stream_task, task
-from fednl.errors import BackboneError, NonFiniteError
+from fednl.errors import BackboneError, MessageError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.federation.frames import OnProgress
 from fednl.federation.local import LocalPlan
@@ -193,11 +203,16 @@ class Bench:
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
         training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
-        exchange = exchange_of(self.config, arm)
+        exchange, adapters = exchange_of(self.config, arm), adapters_hash(self.config, kind.setup)
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
         ) -> tuple[Message, ClientState]:
+            if message.adapters not in ("", adapters):
+                raise MessageError(
+                    "adapters",
+                    "This client's [memory], [lora] or [context-vectors] are not those of the run: use the same.",
+                )
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
             plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))

@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    inside,
+    make_algorithm,
+    trained_arms,
+    training_of,
+)
 from fednl.config import Config
 from fednl.data.tasks import not_read
 from fednl.environment import environment
@@ -244,6 +254,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         validate_round=validate if config.data.validation and name != "local-only" else None,
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
+        adapters=adapters_hash(config, kind.setup),
     )
     if not kind.folder and "context_key" in facts:
         _store().put(TaskKey(**facts["context_key"]), trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from fednl.federation.algorithms.fedavgm import FedAvgM, FedAvgMSettings
 from fednl.federation.algorithms.fedyogi import FedYogi, FedYogiSettings
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal, personal
-from fednl.federation.transport import Reply
+from fednl.federation.settings import TrainingSettings
+from fednl.federation.transport import InProcessTransport, Reply
 
 KINDS = sorted(ALGORITHMS)
 
@@ -93,6 +95,22 @@ def test_server_state_and_rules_stay_finite_and_new(kind: str) -> None:
         assert all(tensor.dtype == params[name].dtype for name, tensor in new.items())
         assert all(bool(torch.isfinite(tensor).all()) for tensor in [*new.values(), *state.values()])
     assert equal(params, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_c16_memory_stays_flat_over_fifty_rounds(kind: str, tmp_path: Path) -> None:
+    live: dict[int, int] = {}
+    training = TrainingSettings(rounds=50, local_steps=1)
+    toy = bench(tmp_path / "r", kind, training=training, sizes={"ada": 3})
+
+    def count(event: Any) -> None:
+        if event["event"] == "round-end" and event["round"] in (10, 50):
+            gc.collect()
+            live[event["round"]] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    toy.run(InProcessTransport(toy.endpoint(), toy.sizes), on_event=count)
+    assert live[50] <= live[10]
+    assert len(list((toy.path / "checkpoints").iterdir())) == toy.settings.keep_checkpoints
 
 
 # The settings at which an algorithm must be FedAvg to the bit, where it has such.

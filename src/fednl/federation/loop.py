@@ -44,6 +44,7 @@ def run_rounds(
     milestones: Collection[int] = (),
     stop_after: int | None = None,
     exchange: Exchange = PLAIN,
+    adapters: str = "",
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -65,6 +66,7 @@ def run_rounds(
         milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
         exchange: how updates travel and how they become one.
+        adapters: a hash of all that makes rules comparable but is not in them; a client with another takes no part.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
@@ -97,6 +99,7 @@ def run_rounds(
         asked,
         milestones,
         exchange=exchange,
+        adapters=adapters,
     )
     point = resume(fed, params) or begin(fed, params)
     fed = replace(fed, first_round=point.round + 1)
@@ -147,7 +150,8 @@ def _one_round(fed: Federation, point: Point) -> Point:
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combiner = _combiner(fed, shared, None if private is None else private.sum)
-    ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
+    message = Message(shared, beside, round=number, run=fed.run_name, adapters=fed.adapters)
+    ledger = _ask(fed, point, message, asked, combiner)
     params, server_state = point.params, point.server_state
     numbers, spent = combiner.facts(), None
     if private is not None:

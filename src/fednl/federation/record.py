@@ -98,6 +98,8 @@ class Federation:
     first_round: int = 1
     """The first round of this sitting."""
     exchange: Exchange = PLAIN
+    adapters: str = ""
+    """What clients must have attached, as `run_rounds` takes it."""
 
     @property
     def run_name(self) -> str:
