@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config, load_config
-from fednl.errors import SettingsError
+from fednl.reproduce.keeping import run_at
 from fednl.runs import Run
-from fednl.training import resume, train
 
 GRID = (3e-3, 1e-2, 3e-2)
 LORA = ("memory.layers=none", "lora.rank=8", 'lora.targets="q_proj,v_proj"', "federation.shared=lora")
@@ -94,42 +93,12 @@ class Bench:
         """The run of one method at one learning rate: made, gone on with, or as it is."""
         config = self.config(name, rate, arms)
         folder = self.out / name.replace(", ", "-").replace(" ", "-") / f"lr-{rate:g}"
-        return run_at(folder, config)
+        return run_at(folder, config, told(folder))
 
     def best_rate(self, name: str, arms: Sequence[str] = (), folder: str = "") -> float:
         """Trains a method at every rate, and picks the one with the lowest validation loss at the end."""
         losses = {rate: last_validation(self.run(name, rate, arms), folder) for rate in self.grid}
         return min(losses, key=losses.__getitem__)
-
-
-def run_at(folder: Path, config: Config) -> Run:
-    """The run in a folder: made, gone on with, or as it is. Only the arms may be others than it began with.
-
-    Raises:
-        SettingsError: the folder holds a run of other settings, whose numbers would pass for those of these.
-    """
-    if not (folder / "config.json").exists():
-        return train(config, folder, told(folder))
-    run = Run.open(folder)
-    then, now = run.read_json("config.json"), json.loads(config.to_json())
-    if then != now:
-        for section in now:
-            for key, value in now[section].items():
-                if then.get(section, {}).get(key) != value and (section, key) != ("evaluation", "arms"):
-                    raise SettingsError(
-                        f"{folder} holds a run with another [{section}] {key}, not {value!r}: name another --out."
-                    )
-        run.write_json("config.json", config.to_dict())
-    return run if is_done(run, config) else resume(folder, told(folder))
-
-
-def is_done(run: Run, config: Config) -> bool:
-    """Whether a run has its rounds, and its arms are measured."""
-    needed = ["results/needles.json", *(["results/stream.json"] if config.tasks.order else [])]
-    if not all((run.path / name).exists() for name in ["finished.json", *needed]):
-        return False
-    measured = [{row["method"] for row in run.read_json(name)["rows"]} for name in needed]
-    return all(set(config.evaluation.arms) <= found for found in measured)
 
 
 def told(folder: Path) -> Any:

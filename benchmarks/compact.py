@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from algorithms import cell, macro, run_at, table
+from algorithms import answers, macro, table, told
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +31,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import select
 from fednl.models.adapters import LoraAdapter
 from fednl.models.settings import LoraSettings
+from fednl.reproduce.keeping import run_at
 
 BIASES = ["layers.*.memory.write.bias", "layers.*.memory.gate.bias"]
 CODINGS = ("float32", "float16", "bfloat16", "int8-deltas")
@@ -40,16 +41,53 @@ LAYERS = "8-12"
 
 @dataclass(frozen=True)
 class Rules:
-    """A set of rules: what is shared of SmolLM2's, and the same of Llama-3.2-1B's."""
+    """A set of rules.
+
+    Attributes:
+        small: what is shared of SmolLM2's, as `[federation] shared`.
+        large: the same of Llama-3.2-1B's; LoRA's names stand in another model.
+        write_rank: the rank of Llama's write strengths: of its 8 key/value heads at least the share that the run's rank
+            is of SmolLM2's 3.
+        settings: what else its run is made with.
+        arms: by the name of a row, the arm that gives its accuracy.
+        all: whether nothing of the adapter stays with a client.
+    """
 
     small: list[str]
     large: list[str]
+    write_rank: int = 0
+    settings: tuple[str, ...] = ()
+    arms: dict[str, str] = field(default_factory=dict)
+    all: bool = False
 
 
+WAYS = {"others private": "fedavg", "others untrained": "shared-only"}
+"""What becomes of the rules that are not shared: each client trains its own, or they stay as they began."""
+LORA = "LoRA r16"
+LOW = ["write", "layers.*.memory.gate.bias"]
+ON_LORA = ("memory.layers=none", "memory.start=fresh", "lora.rank=16", "lora.targets=all-linear")
 SETS = {
-    "theta": Rules(["theta"], ["theta"]),
+    LORA: Rules(["lora"], ["lora"], settings=ON_LORA, all=True),
+    "theta": Rules(
+        ["theta"],
+        ["theta"],
+        arms={
+            "theta": "federated",
+            "nothing, each client alone": "local-only",
+            "nothing, public rules untrained": "public-rules",
+            "nothing, no memory": "window-only",
+        },
+        all=True,
+    ),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
+    "low-rank": Rules(
+        [*LOW],
+        [*LOW],
+        3,
+        ("memory.write-rank=1",),
+        {"low-rank": "federated", "nothing, public rules cut to rank 1": "public-rules"},
+    ),
     "compact": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
@@ -58,7 +96,7 @@ SETS = {
 }
 
 
-def shapes(adapter: str) -> dict[str, Tensor]:
+def shapes(adapter: str, write_rank: int = 0) -> dict[str, Tensor]:
     """The trainable tensors of Llama-3.2-1B by canonical name, without memory behind them."""
     config = LlamaConfig(
         vocab_size=128_256,
@@ -74,7 +112,7 @@ def shapes(adapter: str) -> dict[str, Tensor]:
         model = LlamaForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
     if adapter == "memory":
-        fednl.attach_memory(model, fednl.MemoryConfig(layers=LAYERS))
+        fednl.attach_memory(model, fednl.MemoryConfig(layers=LAYERS, write_rank=write_rank))
         return dict(fednl.rules(model))
     lora = LoraAdapter()
     lora.attach(model, LoraSettings(rank=16), 0)
@@ -93,21 +131,37 @@ def payload(tensors: Mapping[str, Tensor], names: Iterable[str], coding: str) ->
 
 def weigh() -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, int]]:
     """By set and coding the bytes of a message and of its container; by set how many numbers."""
-    memory, lora = shapes("memory"), shapes("lora")
-    chosen = {"LoRA r16": (lora, sorted(lora))}
-    chosen |= {name: (memory, select(memory, rules.large)) for name, rules in SETS.items()}
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, (tensors, names) in chosen.items():
+    numbers: dict[str, int] = {}
+    for name, rules in SETS.items():
+        tensors = shapes("lora" if name == LORA else "memory", rules.write_rank)
+        names = select(tensors, rules.large)
         made = {coding: payload(tensors, names, coding) for coding in CODINGS}
         sizes[name] = {coding: (one.size_bytes, one.size_bytes - one.tensor_bytes) for coding, one in made.items()}
-    return sizes, {name: sum(tensors[one].numel() for one in names) for name, (tensors, names) in chosen.items()}
+        numbers[name] = sum(tensors[one].numel() for one in names)
+    return sizes, numbers
 
 
-def config_of(name: str, given: list[str]) -> Config:
-    """The settings of one set's run; LoRA's is an arm of its own beside the largest set."""
-    arms = ["window-only", "federated", *(["federated-lora"] if name == "theta" else [])]
-    sets = [f"federation.shared={json.dumps(SETS[name].small)}", f"evaluation.arms={json.dumps(arms)}"]
-    return load_config("configs/compact.toml", [*sets, "lora.targets=all-linear", *given])
+def config_of(name: str, way: str, given: list[str]) -> Config:
+    """The settings of one set's run, in one of the two ways."""
+    rules = SETS[name]
+    arms = ["federated", *(arm for arm in rules.arms.values() if arm != "federated" and way == next(iter(WAYS)))]
+    sets = [f"federation.shared={json.dumps(rules.small)}", f"evaluation.arms={json.dumps(arms)}"]
+    return load_config("configs/compact.toml", [*sets, *rules.settings, f"federation.algorithm={WAYS[way]}", *given])
+
+
+def measured(out: Path, names: Iterable[str], given: list[str]) -> dict[str, list[str]]:
+    """By row the cells of accuracy in both ways, and how many questions; trains what is missing."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        ways = list(WAYS)[:1] if SETS[name].all else list(WAYS)
+        folders = [out / way.replace(" ", "-") / name.replace(" ", "-") for way in ways]
+        configs = [config_of(name, way, given) for way in ways]
+        runs = [run_at(folder, config, told(folder)) for folder, config in zip(folders, configs, strict=True)]
+        for row, arm in (SETS[name].arms or {name: "federated"}).items():
+            cells = [cell for run in (runs if arm == "federated" else runs[:1]) for cell in answers(run, arm)]
+            found[row] = [*cells, *["-"] * (4 - len(cells)), str(macro(runs[0], arm, "candidates")["n"])]
+    return found
 
 
 def main() -> None:
@@ -119,22 +173,18 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    accuracy: dict[str, list[str]] = {}
-    for name in [] if args.bytes_only else args.only.split(","):
-        run = run_at(args.out / name, config_of(name, args.set))
-        arms = {name: "federated", **({"LoRA r16": "federated-lora"} if name == "theta" else {})}
-        for row, arm in arms.items():
-            found = macro(run, arm, "candidates")
-            accuracy[row] = [cell(found, 100, ".1f"), str(found["n"])]
+    accuracy = measured(args.out, [] if args.bytes_only else args.only.split(","), args.set)
     sizes, numbers = weigh()
     body = []
     for name, by_coding in sizes.items():
         cells = [f"{total:,} ({container:,})" for total, container in by_coding.values()]
-        ratio = sizes["LoRA r16"]["bfloat16"][0] / by_coding["bfloat16"][0]
-        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-", "-"])])
+        ratio = sizes[LORA]["bfloat16"][0] / by_coding["bfloat16"][0]
+        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 5)])
         body[-1].append(f"{ratio:.0f}" if name in accuracy else "-")
-    heads = ["set", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
-    print(table([*heads, "right of four, %", "n", "LoRA's bytes over its own, bfloat16"], body))
+    body += [[row, "0", *["-"] * len(CODINGS), *cells, "-"] for row, cells in accuracy.items() if row not in sizes]
+    heads = ["shared", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
+    heads += [f"{what}, {way}" for way in WAYS for what in ("right of four, %", "nats/token")]
+    print(table([*heads, "n", "LoRA's bytes over its own, bfloat16"], body))
     print(
         "\nOne client's message up, at Llama-3.2-1B's shapes; accuracy on SmolLM2-135M, macro over clients, chance 25%."
     )

@@ -6,31 +6,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from fednl.config import Config
+from fednl.models import tiny as model
+from fednl.models.tiny import byte_tokenizer as byte_tokenizer
 
 
 def tiny_backbone(folder: Path, seed: int = 0) -> Path:
-    """A random two-layer Llama over bytes, with its tokenizer, as `save_pretrained` writes them."""
-    torch.manual_seed(seed)
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """The packaged random backbone, with a text to take filler from beside it."""
+    model.tiny_backbone(folder, seed)
     words = [
         "the",
         "a",
@@ -52,15 +35,6 @@ def tiny_backbone(folder: Path, seed: int = 0) -> Path:
     text = " ".join(" ".join(draw.choices(words, k=8)).capitalize() + "." for _ in range(600))
     (folder / "filler.txt").write_text(text, encoding="utf-8")
     return folder
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: needs no file and no training, and is as fast as any."""
-    symbols = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    inner = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
 
 
 def settings(backbone: Path, **sections: dict[str, Any]) -> Config:

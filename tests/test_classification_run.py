@@ -55,6 +55,14 @@ def test_other_questions_than_the_runs_own_never_take_their_place(run: Run, over
         evaluate(run.path, overrides=[f"classification.{override}"])
 
 
+def test_a_run_answers_another_task_though_its_own_has_a_section(run: Run) -> None:
+    asked = ["data.tokens=430", "data.events=2", "data.test=1", "evaluation.arms=['federated']"]
+    evaluate(run.path, "needles", overrides=asked)
+    found = run.read_json("results/needles-430-test-1-events-2.json")
+    assert {row["method"] for row in found["rows"]} == {"federated"} and found["changed"]["data.tokens"] == 430
+    assert all(row["tokens"] == 430 for row in found["rows"])
+
+
 def rows(run: Run) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run.read_json("results/classification.json")["rows"]
     return found

@@ -15,7 +15,7 @@ from fednl import cli
 from fednl.errors import BackboneError, DataError, Interrupted
 
 GOLDEN = Path(__file__).parent / "golden"
-VERBS = ["", "models", "models get", "config", "partition", "train", "eval", "report"]
+VERBS = ["", "models", "models get", "config", "partition", "train", "eval", "report", "reproduce"]
 
 
 def fednl(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -84,6 +84,9 @@ def test_every_verb_shows_an_example_that_parses(capfd: pytest.CaptureFixture[st
         (["train", "x.toml", "--resume", "y"], 2, "settings FILE or --resume RUN"),
         (["train", "--resume", "y", "--set", "run.seed=1"], 2, "leave --set and --out away"),
         (["train", "--resume", "nowhere"], 2, "no run folder nowhere"),
+        (["reproduce", "neddles"], 2, 'no table "neddles" to reproduce; the tables are: needles'),
+        (["reproduce", "needles", "--scale", "large"], 2, "the scales of needles are: tiny, small, paper"),
+        (["reproduce", "needles", "--lengths", "1k"], 2, "--lengths 1k: write prompt tokens"),
     ],
 )
 def test_exit_codes(capfd: pytest.CaptureFixture[str], words: list[str], code: int, says: str) -> None:

@@ -187,6 +187,17 @@ def test_a_run_can_be_asked_again_under_other_settings() -> None:
         Config().with_overrides(["data.token=640"])
 
 
+def test_another_algorithm_or_task_leaves_the_section_of_the_one_before() -> None:
+    sets = ["data.task=mmlu", "mmlu.shots=2", "evaluation.arms=[]", "federation.algorithm=fedprox", "fedprox.mu=0.5"]
+    own = Config().with_overrides(sets)
+    back = own.with_overrides(["data.task=needles", "federation.algorithm=fedala", "fedala.steps=3"])
+    assert "mmlu" not in back.to_dict() and "fedprox" not in back.to_dict()
+    assert back.to_dict()["fedala"]["steps"] == 3
+    assert own.with_overrides(["data.task=mmlu", "run.seed=1"]).to_dict()["mmlu"]["shots"] == 2
+    with pytest.raises(SettingsError, match=r"unknown section \[mmlu\]"):
+        own.with_overrides(["data.task=needles", "mmlu.shots=3"])
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         Config().training.rounds = 5  # type: ignore[misc]

@@ -204,6 +204,15 @@ def test_some_arms_measured_again_leave_the_others_in_the_table(run: Run) -> Non
     assert {row["method"] for row in results(run)} == {*ARMS, "public-rules"}
 
 
+def test_only_what_is_missing_is_measured_where_nothing_is_wanted_anew(run: Run) -> None:
+    measured: list[str] = []
+    asked = ["data.tokens=640", "evaluation.arms=['window-only', 'federated']"]
+    evaluate(run.path, overrides=["data.tokens=640", "evaluation.arms=['federated']"])
+    evaluate(run.path, None, lambda event: measured.append(str(event.get("name", ""))), asked, anew=False)
+    assert [name for name in measured if name.startswith("measuring")] == ["measuring: window-only"]
+    assert set(load_outcomes(run.path / "results/needles-640.outcomes.jsonl")) == {"window-only", "federated"}
+
+
 def test_results_under_other_settings_say_so(run: Run) -> None:
     evaluate(run.path, overrides=["memory.window-tokens=200", "evaluation.arms=['federated']"])
     assert run.read_json("results/needles-window-tokens-200.json")["changed"] == {"memory.window-tokens": 200}

@@ -226,6 +226,19 @@ def test_start_rules_are_used_and_refused_where_they_do_not_fit(backbone: Path, 
         train(settings(backbone, memory={"start": str(tmp_path / "nowhere")}), tmp_path / "bad")
 
 
+def test_full_start_rules_begin_low_rank_ones_at_the_nearest_of_that_rank(backbone: Path, whole: Path) -> None:
+    full, low = (
+        final(whole),
+        Bench(settings(backbone, memory={"start": str(whole / "final"), "write-rank": 1})).start("own"),
+    )
+    pairs = [name.removesuffix("weight") for name in full if name.endswith(".write.weight")]
+    assert pairs and not any(name.endswith(".write.weight") for name in low)
+    for pair in pairs:
+        missed = full[f"{pair}weight"] - low[f"{pair}up"] @ low[f"{pair}down"]
+        torch.testing.assert_close(missed.norm(), torch.linalg.svdvals(full[f"{pair}weight"])[1:].norm())
+    assert all(torch.equal(low[name], tensor) for name, tensor in full.items() if not name.endswith(".write.weight"))
+
+
 def test_partition_lists_everyone_without_text(backbone: Path) -> None:
     rows = partition_rows(settings(backbone))
     assert [(r["client"], r["split"], r["n"]) for r in rows[:3]] == [

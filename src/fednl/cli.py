@@ -17,8 +17,9 @@ import typer
 from typer.core import TyperCommand
 
 from fednl import __version__
-from fednl.cli_work import as_notes, resuming, starting, watched, written_report
+from fednl.cli_work import as_notes, reproduced, resuming, starting, watched, written_report
 from fednl.errors import FednlError, Interrupted, SettingsError
+from fednl.reproduce import TABLES
 
 # Plain help: it reads the same on a terminal, in a pipe and in a file. Suggestions are left to click.
 _PLAIN: dict[str, Any] = {
@@ -245,6 +246,41 @@ def report(
     from fednl.report.tables import report as tables
 
     print(tables(runs))
+
+
+@app.command(cls=_Plain, short_help="Make a published table again, ours beside theirs.")
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="TABLE", help=f"Which table: {', '.join(TABLES)}.")],
+    scale: Annotated[str, typer.Option("--scale", help="tiny, small or paper.")] = "small",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The folder of its runs. Default: runs/reproduce-TABLE-SCALE."),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="N,N", help="Prompt tokens to measure, for a table that has lengths.")
+    ] = "",
+    overrides: Override = None,
+) -> None:
+    """Run the methods of a published table, and print our numbers beside the paper's, each labelled.
+
+    Every method is an ordinary run in its own folder inside DIR. Whatever stopped the command, the same command
+    goes on: rounds from the newest checkpoint, then the arms that are not measured yet. DIR/report.md holds the
+    table as far as it is, DIR/results/ the rows behind it.
+
+    \b
+    Scales:
+      tiny   a random model of two layers, in seconds: shows that every part works
+      small  SmolLM2-135M on a laptop's processor
+      paper  the papers' backbones and counts, on GPUs
+
+    \b
+    Examples:
+      fednl reproduce needles --scale tiny
+      fednl reproduce needles --scale small --out runs/needles
+      fednl reproduce needles --scale small --out runs/needles --lengths 4096,8192,16384
+    """
+    text = reproduced(name, scale, out, lengths, overrides or ())
+    print(text, end="")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -38,6 +38,47 @@ def resuming(run: Path) -> Callable[[Any], object]:
     return work
 
 
+def reproduced(name: str, scale: str, out: Path | None, lengths: str, given: Sequence[str]) -> str:
+    """Does what a published table lacks, and gives it as Markdown.
+
+    Args:
+        name: the table.
+        scale: the scale.
+        out: the folder of its runs; None for the usual one.
+        lengths: prompt lengths with commas between; empty for the scale's.
+        given: settings from the command line.
+    """
+    from fednl.errors import Interrupted
+    from fednl.reproduce import check_scale, table_named
+
+    table = table_named(name)
+    check_scale(scale, table)
+    folder = out or Path("runs") / f"reproduce-{name}-{scale}"
+    asked = _lengths(lengths, table.name, table.scales[scale].lengths)
+
+    def work(on_event: Any) -> Any:
+        from fednl.reproduce.sitting import Sitting
+
+        return Sitting(table, scale, folder, given, asked, on_event).whole()
+
+    try:
+        return str(watched(work).text)
+    except (KeyboardInterrupt, Interrupted):
+        raise Interrupted(f"Interrupted; what was done is kept in {folder}: the same command goes on.") from None
+
+
+def _lengths(text: str, table: str, usual: Sequence[int]) -> tuple[int, ...]:
+    """Reads prompt lengths from the command line."""
+    from fednl.errors import SettingsError
+
+    if text and not usual:
+        raise SettingsError(f"--lengths {text}: the table {table} has no prompt lengths; leave it away.")
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise SettingsError(f"--lengths {text}: write prompt tokens with commas between, for example 1024,2048.")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def watched(work: Callable[[Any], Any]) -> Any:
     """Does the work under the progress display."""
     from fednl.progress import Progress

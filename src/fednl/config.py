@@ -203,10 +203,18 @@ class Config(Section):
     def with_overrides(self, overrides: Sequence[str]) -> Config:
         """Gives these settings with some replaced, each `"section.key=value"` as for `load_config`.
 
+        Another algorithm or task leaves the section of the one before behind; its own has defaults.
+
         Raises:
             SettingsError: an override is not readable, or its key or value is wrong.
         """
-        return _overridden(self.to_dict(), "settings", overrides)
+        table = self.to_dict()
+        after = {".".join(_parse_override(one)[:2]): _parse_override(one)[2] for one in overrides}
+        for key, (section, _) in _OWN.items():
+            name = table[section][key]
+            if after.get(f"{section}.{key}", name) != name:
+                table.pop(name, None)
+        return _overridden(table, "settings", overrides)
 
     @property
     def hash(self) -> str:

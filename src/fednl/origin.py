@@ -18,7 +18,7 @@ FILE = "partition.json"
 _ROW = {"client", "split", "sha256"}
 _CHECKED_OTHERWISE = ("backbone", "data", "evaluation")  # by what they lead to: identity, hashes, questions
 _FREE = {
-    "federation": ("parallel-clients", "keep-checkpoints", "max-failed-rounds", "deadline-s", "warm-up-s"),
+    "federation": ("parallel-clients", "keep-checkpoints", "max-failed-rounds", "pace", "deadline-s", "warm-up-s"),
     "training": ("rounds",),  # more rounds only go on; fewer are refused where the checkpoint is read
     "run": ("out",),
 }
@@ -29,9 +29,10 @@ def origin(config: Config, facts: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: the run's settings.
-        facts: what a client said of its backbone and data: `partition`, `identity`, `dtype`, `filler_sha256`.
+        facts: what a client said of its backbone and data: `partition`, `identity`, `dtype`, `filler_sha256`,
+            `context_tokens`.
     """
-    told = {key: facts[key] for key in ("dtype", "filler_sha256") if key in facts}
+    told = {key: facts[key] for key in ("dtype", "filler_sha256", "context_tokens") if key in facts}
     return {"rows": facts["partition"], "backbone": facts["identity"], **told, "settings": _fixed(config)}
 
 

@@ -13,6 +13,7 @@ from fednl.data.fillers import generated_text
 from fednl.errors import CheckpointError, FednlError
 from fednl.memory import MemoryConfig
 from fednl.memory.centre import centre
+from fednl.memory.low_rank import factored
 from fednl.memory.rules_file import assign, check_backbone, check_settings, memory_settings, read_rules
 from fednl.models.backbone import Backbone
 from fednl.seeding import python_rng
@@ -23,6 +24,8 @@ CENTRE_SEED, CENTRE_SENTENCES = 0, 120
 
 def load_start(backbone: Backbone, live: Mapping[str, Tensor], memory: MemoryConfig) -> None:
     """Gives a mounted memory the rules that `memory.start` names; fresh ones are centred on generated text.
+
+    Where `memory.write-rank` is set and the rules named have full matrices, it starts from the nearest of that rank.
 
     Args:
         backbone: with the memory attached to its model.
@@ -48,7 +51,11 @@ def load_start(backbone: Backbone, live: Mapping[str, Tensor], memory: MemoryCon
     try:
         tensors, description = read_rules(folder)
         check_backbone(model, description, folder)
-        check_settings(memory, memory_settings(description, folder), folder, description["backbone"]["layers"])
+        saved = memory_settings(description, folder)
+        if memory.write_rank and not saved.write_rank:
+            tensors = factored(tensors, memory.write_rank)
+            saved = saved.model_copy(update={"write_rank": memory.write_rank})
+        check_settings(memory, saved, folder, description["backbone"]["layers"])
         assign({name: p for name, p in live.items() if ".memory." in name}, tensors, str(folder))
     except FednlError as error:
         raise type(error)(f'memory.start = "{memory.start}": {error}') from None

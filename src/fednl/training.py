@@ -97,6 +97,8 @@ def evaluate(
     task: str | None = None,
     on_event: OnEvent = lambda event: None,
     overrides: Sequence[str] = (),
+    *,
+    anew: bool = True,
 ) -> Run:
     """Measures a trained run's rules again, under its own settings or others (longer prompts, say).
 
@@ -104,7 +106,9 @@ def evaluate(
         path: the run's folder.
         task: what to measure; None is the run's own task.
         on_event: is told what happens.
-        overrides: `"section.key=value"` each; only `[data]`, `[evaluation]` and `memory.window-tokens` may change.
+        overrides: `"section.key=value"` each; only `[data]`, `[evaluation]`, the section of another task and
+            `memory.window-tokens` may change.
+        anew: whether arms that were measured under these settings are measured again.
 
     Returns:
         The run; the rows are in `results/TASK.json`, or `results/TASK-TOKENS.json` for another length.
@@ -115,10 +119,10 @@ def evaluate(
     run = Run.open(Path(path))
     own = config_of(run)
     check_settings(run, own)
-    config = own.with_overrides(overrides)
-    if task is not None:
-        even = [f"data.{key}={value}" for key, value in not_read(task).items()]
-        config = config.with_overrides([f"data.task={task}", *even])
+    other = (
+        [] if task is None else [f"data.task={task}", *(f"data.{key}={even}" for key, even in not_read(task).items())]
+    )
+    config = own.with_overrides([*other, *overrides])
     # A section that is new is fixed unless it is named here; an algorithm's and a task's are compared as they are read.
     free = {"data", "evaluation", "prefix", "algorithm", "task"}
     pairs = {name: (getattr(own, name), getattr(config, name)) for name in Config.model_fields if name not in free}
@@ -145,7 +149,7 @@ def evaluate(
             facts = _describe(pool, on_event)
             check_backbone(run, facts)
             changed = changed_settings(own, config)
-            measure(run, config, pool, facts, on_event, changed=changed, afresh=config.evaluation.arms)
+            measure(run, config, pool, facts, on_event, changed=changed, afresh=config.evaluation.arms if anew else ())
     except KeyboardInterrupt:
         raise Interrupted("Stopped while measuring; what was done is saved: run `fednl eval` again.") from None
     return run

@@ -42,6 +42,8 @@ def handlers(config: Config) -> dict[str, Handler]:
             "kinds": Counter(one.task for splits in own.data.values() for one in splits.train if one.task),
             "candidates": own.candidates,
         }
+        if own.backbone.context_tokens:
+            facts["context_tokens"] = own.backbone.context_tokens
         if config.context_vectors.store == "on":
             facts["context_key"] = vars(own.task_key())
         if config.data.task == "needles":  # the only task so far that reads `data.filler`

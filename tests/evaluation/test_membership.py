@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
-from fednl.evaluation.membership import auc, loss_drops
+from fednl.evaluation.membership import auc, loss_drops, traces
 
 scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)
 
@@ -42,6 +43,20 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 def test_what_cannot_be_scored_is_refused(members: list[float], others: list[float]) -> None:
     with pytest.raises(ValueError, match="finite scores"):
         auc(members, others)
+
+
+def test_g09_a_mean_of_few_gives_its_members_away_and_noise_hides_them() -> None:
+    draw = torch.Generator().manual_seed(0)
+    # A large part that all texts share, as activations have, and numbers of unlike sizes.
+    sizes, common = torch.rand(2000, generator=draw) + 0.1, 50 * torch.randn(2000, generator=draw)
+    members, fresh, known = (common + sizes * torch.randn(n, 2000, generator=draw) for n in (8, 8, 40))
+    clean = members.mean(0)
+    found = auc(traces(members, clean, known), traces(fresh, clean, known))
+    assert found.value == 1.0
+    noisy = clean + 100 * sizes * torch.randn(2000, generator=draw)
+    hidden = auc(traces(members, noisy, known), traces(fresh, noisy, known))
+    assert hidden.low < 0.5 < hidden.high
+    assert traces(known[:1], known[0], known) == pytest.approx([1.0])
 
 
 def test_loss_drops() -> None:

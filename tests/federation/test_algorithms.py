@@ -155,6 +155,17 @@ def test_at_its_neutral_settings_an_algorithm_is_fedavg_to_the_bit(
     assert equal(plain[1], other[1])
 
 
+def test_shared_only_moves_what_travels_and_all_clients_end_with_the_same_rules(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "some", algorithm=ALGORITHMS["shared-only"](shared=["write"]))
+    transport = toy.transport()
+    params, start = toy.run(transport), start_params()
+    assert {name for name in params if not torch.equal(params[name], start[name])} == {WRITE}
+    owned = [personal(params, state) for state in transport.states().values()]
+    assert all(equal(own, params) for own in owned) and len(owned) == len(toy.sizes)
+    plain, whole = bench(tmp_path / "plain", "fedavg"), bench(tmp_path / "whole", "shared-only")
+    assert equal(plain.run(), whole.run())
+
+
 def test_local_only_sends_and_receives_nothing(tmp_path: Path) -> None:
     toy = bench(tmp_path / "r", "local-only")
     transport = toy.transport()

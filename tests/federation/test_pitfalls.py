@@ -1,4 +1,4 @@
-"""What federated runs of others broke on, one test an id: rows B and C, as far as they concern the rounds."""
+"""What federated runs of others broke on, one test an id: rows B, C and G13, as far as they concern rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, forge, start_params
+from pydantic import ValidationError
 
+from fednl.config import Config
 from fednl.errors import DataError, FednlError, MessageError
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.checkpoint import load_round, read_tensors
@@ -22,7 +24,7 @@ from fednl.federation.local import LocalPlan, learning_rate
 from fednl.federation.message import Message
 from fednl.federation.params import equal, finite, personal
 from fednl.federation.record import Validation
-from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.settings import PACES, FederationSettings, TrainingSettings
 from fednl.federation.transport import InProcessTransport, Reply
 from fednl.federation.validate import check_update
 
@@ -174,6 +176,34 @@ def test_c13_the_first_round_of_a_sitting_has_a_warm_up_allowance_and_later_ones
     for stop_after in (2, None):
         toy.run(Noted(toy.endpoint(), SIZES), stop_after=stop_after)
     assert given == [62.0, 2.0, 62.0]
+
+
+def test_g13_two_times_in_all_have_presets_and_nobody_must_set_one(tmp_path: Path) -> None:
+    """A large model needs no tuning of timeouts: none by default, one word for both times otherwise."""
+    keys = {
+        f"{section}.{key}"
+        for section, table in Config().to_dict().items()
+        for key in table
+        if key.endswith("-s") or "timeout" in key
+    }
+    assert keys == {"federation.deadline-s", "federation.warm-up-s"}
+    plain = FederationSettings()
+    assert plain.seconds_to_wait(first=True) is None and plain.seconds_to_wait(first=False) is None
+    given: list[float | None] = []
+
+    class Noted(InProcessTransport):
+        def replies(self, deadline_s: float | None, on_progress: Any = None) -> Any:
+            given.append(deadline_s)
+            return super().replies(None, on_progress)
+
+    for pace in PACES:
+        toy = Bench(tmp_path / pace, settings=FederationSettings(pace=pace))  # type: ignore[arg-type]
+        toy.run(Noted(toy.endpoint(), SIZES), stop_after=2)
+    assert given == [2400.0, 600.0, 5 * 3600.0, 4 * 3600.0, 76 * 3600.0, 72 * 3600.0]
+    with pytest.raises(
+        ValidationError, match=r'pace = "hours" sets how long .*leave both out, or set pace = "patient"'
+    ):
+        FederationSettings(pace="hours", deadline_s=60.0)
 
 
 def test_c14_the_first_failing_clients_reason_is_in_the_summary_and_its_private_words_are_not(tmp_path: Path) -> None:

@@ -162,18 +162,34 @@ def macro_mean(
     Source: stratified percentile bootstrap, Efron and Tibshirani, An Introduction to the Bootstrap (1993),
         ch. 13; the widening is ours (for one client, Clopper and Pearson 1934 at its end point).
     """
-    strata = {name: _finite_array(values[name]) for name in sorted(values) if len(values[name])}
-    if not strata:
-        raise ValueError("a macro average needs at least one outcome")
+    strata = _strata(values)
     value = math.fsum(float(stratum.mean()) for stratum in strata.values()) / len(strata)
-    means = np.zeros(resamples)
-    for name, stratum in strata.items():
-        means += _resampled_means(stratum, resamples, seed_of(seed, "bootstrap", name))
-    means /= len(strata)
+    means = macro_resamples(values, seed, resamples)
     low, high = (float(end) for end in np.quantile(means, [(1 - level) / 2, (1 + level) / 2]))
     if bounds is not None and all(stratum.min() == stratum.max() for stratum in strata.values()):
         low, high = _widened(value, bounds, len(strata) * min(map(len, strata.values())), level)
     return Interval(value, low, high, sum(map(len, strata.values())))
+
+
+def macro_resamples(values: Mapping[str, Sequence[float]], seed: int, resamples: int = 10_000) -> NDArray[np.float64]:
+    """Draws the macro average again and again, each client's outcomes resampled within the client.
+
+    Two arms on the same questions are drawn alike: the same seed picks the same questions, so that what is computed of
+    both, draw by draw, is paired.
+
+    Args: as `macro_mean`.
+
+    Returns:
+        The averages, `[resamples]`.
+
+    Raises:
+        ValueError: as `macro_mean`.
+    """
+    strata = _strata(values)
+    means = np.zeros(resamples)
+    for name, stratum in strata.items():
+        means += _resampled_means(stratum, resamples, seed_of(seed, "bootstrap", name))
+    return means / len(strata)
 
 
 def paired_bootstrap(
@@ -222,6 +238,13 @@ def macro_difference(
     gaps = {name: [float(x) - float(y) for x, y in zip(a[name], b[name], strict=True)] for name in a}
     mean = macro_mean(gaps, seed, level, resamples, bounds)
     return Difference(mean.value, mean.low, mean.high, mean.n)
+
+
+def _strata(values: Mapping[str, Sequence[float]]) -> dict[str, NDArray[np.float64]]:
+    strata = {name: _finite_array(values[name]) for name in sorted(values) if len(values[name])}
+    if not strata:
+        raise ValueError("a macro average needs at least one outcome")
+    return strata
 
 
 def _finite_array(values: Sequence[float]) -> NDArray[np.float64]:

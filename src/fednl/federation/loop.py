@@ -292,6 +292,4 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
 
 def _deadline_s(fed: Federation, number: int) -> float | None:
     """Seconds that a round waits; clients load their models in the first of a sitting, not in every first round."""
-    if not fed.settings.deadline_s:
-        return None
-    return fed.settings.deadline_s + (fed.settings.warm_up_s if number == fed.first_round else 0.0)
+    return fed.settings.seconds_to_wait(first=number == fed.first_round)

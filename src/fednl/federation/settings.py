@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from fednl.section import Section
 
+PACES = {"minutes": (600.0, 1800.0), "hours": (4 * 3600.0, 3600.0), "days": (3 * 86400.0, 4 * 3600.0)}
+"""Deadline and warm-up by pace, in seconds."""
+
 
 class TrainingSettings(Section):
     """What every client does in every round; the same for every method that is compared.
@@ -58,6 +61,8 @@ class FederationSettings(Section):
             pattern that fits a client's name counts, and the others have `lora.rank`.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
+        pace: how long a round may take, in one word for both times below: `"patient"` leaves them as they are set,
+            `"minutes"` gives a round 10 and the first one 30 more, `"hours"` 4 and 1 more, `"days"` 3 and 4 hours more.
         deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.
         warm_up_s: seconds that the first round of a sitting has beyond the deadline, as clients load their models.
         parallel_clients: worker processes on this machine; changes speed, not results.
@@ -76,6 +81,7 @@ class FederationSettings(Section):
     lora_ranks: Annotated[tuple[str, ...], Field(strict=False)] = ()
     clients_per_round: int = Field(default=0, ge=0)
     quorum: int = Field(default=1, ge=1)
+    pace: Literal["patient", "minutes", "hours", "days"] = "patient"
     deadline_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     warm_up_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     parallel_clients: int = Field(default=1, ge=1)
@@ -83,6 +89,15 @@ class FederationSettings(Section):
     max_failed_rounds: int = Field(default=3, ge=1)
     quarantine_after: int = Field(default=3, ge=0)
     quarantine_rounds: int = Field(default=10, ge=1)
+
+    def seconds_to_wait(self, first: bool) -> float | None:
+        """Gives how long a round waits for replies; None for as long as they take.
+
+        Args:
+            first: whether it is the first round of a sitting, in which clients load their models.
+        """
+        deadline_s, warm_up_s = PACES.get(self.pace, (self.deadline_s, self.warm_up_s))
+        return deadline_s + (warm_up_s if first else 0.0) if deadline_s else None
 
     @field_validator("adapters", mode="before")
     @classmethod
@@ -112,6 +127,15 @@ class FederationSettings(Section):
             if not pattern or not rank.isascii() or not rank.isdigit() or int(rank) < 1:
                 raise ValueError('write "PATTERN=RANK" with a rank of at least 1, for example "passkey=4"')
         return value
+
+    @model_validator(mode="after")
+    def _one_pace(self) -> Self:
+        if self.pace in PACES and (self.deadline_s or self.warm_up_s):
+            raise ValueError(
+                f'pace = "{self.pace}" sets how long a round waits, and so would deadline-s or warm-up-s: '
+                'leave both out, or set pace = "patient"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _quorum_can_be_met(self) -> Self:

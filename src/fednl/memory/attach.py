@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fednl.errors import BackboneError
+from fednl.errors import BackboneError, SettingsError
 from fednl.memory.address import Addresses
 from fednl.memory.families import attentions, device_of, family_of, heads_of, own_window, rotary_kinds
 from fednl.memory.layer import MemoryLayer
@@ -56,7 +56,8 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
 
     Raises:
         BackboneError: memory is attached already, or the family or its layout is not supported.
-        SettingsError: `config.layers` names layers that the model does not have.
+        SettingsError: `config.layers` names layers that the model does not have, or `config.write_rank` is more than
+            its key/value heads.
 
     Source: FedNL (arXiv 2605.16350) section 2.2 for the parts; placement and defaults ours.
     """
@@ -158,6 +159,11 @@ def _memories(decoder: nn.Module, config: MemoryConfig, seed: int) -> tuple[dict
     """Fresh rules for every layer that gets a memory, and its addresses, on that layer's device."""
     backbone: Any = decoder
     sizes, layers = heads_of(backbone.config), attentions(decoder)
+    if config.write_rank > sizes.kv_heads:
+        raise SettingsError(
+            f"[memory] write-rank = {config.write_rank}: the backbone has {sizes.kv_heads} key/value heads, and a "
+            f"matrix with as many rows has no higher rank; use at most {sizes.kv_heads}, or 0 for a full matrix."
+        )
     generator = torch.Generator().manual_seed(seed)
     numbers = config.layer_numbers(len(layers))
     devices = [device_of(attention, family_of(decoder)) for attention in layers]

@@ -56,7 +56,7 @@ class MemoryLayer(Spared):
         kv_heads: key/value heads; state and write strength belong to these.
         head_dim: width of a head.
         config: the memory settings.
-        generator: draws the low-rank projections.
+        generator: draws the low-rank projections, those of the write strength included.
 
     Its parameters are the rules, by group: `write` (write strength, decay, momentum), `gate`, `projection`.
     """
@@ -71,7 +71,7 @@ class MemoryLayer(Spared):
         self.leaving = config.write == "leaving"
         self.rule, self.writes = config.update_rule, config.writes
         inner = Inner(kv_heads, head_dim, generator) if self.rule.inner else None
-        self.write = Write(hidden, kv_heads, config, inner)
+        self.write = Write(hidden, kv_heads, config, inner, generator)
         self.gate = Gate(hidden, heads, head_dim, config)
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         if config.keys == "context":  # addresses are asked for by addresses

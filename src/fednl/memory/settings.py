@@ -57,6 +57,8 @@ class MemoryConfig(Section):
         feature: what q and k go through before they are scaled to length 1: `"silu"` or `"linear"` (nothing).
         write_start: the write strength that fresh rules begin with, above 0 and below 1 (with momentum 0.81 of it; by
             `"ttt-linear"` it is divided by the width of a head, as published).
+        write_rank: rank of the matrix that makes write strengths of a layer's input, and of the one that makes its
+            decay, each a product of two factors; 0 for full matrices. At most the key/value heads.
         write_range: write strengths lie between 0 and this, 1 or 2. Above 1 a write takes away more than was there, so
             that a state can change its sign; a rule that this would make unstable takes 1 only.
         mixing: `"additive"` is attention + gate * read; `"convex"` is (1 - gate) * attention + gate * read.
@@ -84,6 +86,7 @@ class MemoryConfig(Section):
     conv_tokens: int = Field(default=0, ge=0, le=16)
     feature: Literal["silu", "linear"] = "linear"
     write_start: float = Field(default=0.05, gt=0, lt=1)
+    write_rank: int = Field(default=0, ge=0)
     write_range: Literal[1, 2] = 1
     mixing: Literal["additive", "convex"] = "additive"
     gate: Literal["input", "head", "layer"] = "input"

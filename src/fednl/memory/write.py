@@ -17,19 +17,34 @@ INNER_DEVIATION = 0.02
 
 
 class Affine(nn.Module):
-    """`weight x + bias`, or with no inputs the bias alone.
+    """`weight x + bias`, with a rank `up (down x) + bias`, or with no inputs the bias alone.
 
-    Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule.
+    Not an `nn.Linear`, so that PEFT's "all-linear" does not wrap a rule. At the start weight and `up` are 0.
+
+    Args:
+        inputs, outputs: widths.
+        bias: the number that every bias begins with.
+        rank: the inner size of the two factors; 0 for one full matrix.
+        generator: draws `down`; read only with a rank.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: float) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: float, rank: int = 0, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, inputs)) if inputs else None
+        self.weight = self.down = self.up = None
+        if inputs and rank:
+            self.down = nn.Parameter(torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs))
+            self.up = nn.Parameter(torch.zeros(outputs, rank))
+        elif inputs:
+            self.weight = nn.Parameter(torch.zeros(outputs, inputs))
         self.bias = nn.Parameter(torch.full((outputs,), bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., inputs]` -> `[..., outputs]`, without inputs `[outputs]`; in `x`'s dtype."""
         bias = self.bias.to(x.dtype)
+        if self.down is not None and self.up is not None:
+            return F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype), bias)
         return bias if self.weight is None else F.linear(x, self.weight.to(x.dtype), bias)
 
 
@@ -63,16 +78,24 @@ class Write(Affine):
         kv_heads: key/value heads.
         config: the memory settings.
         inner: where the rule has an inner model, what it begins with.
+        generator: draws the factors of `config.write_rank`, which W is a product of where that is not 0.
 
     Source: sigmoid decays from the data as in Titans (arXiv 2501.00663) and Gated DeltaNet (arXiv 2412.06464); one
-    momentum for all tokens, the scaling and all starts are ours.
+    momentum for all tokens, the scaling, the low rank and all starts are ours.
     """
 
-    def __init__(self, hidden: int, kv_heads: int, config: MemoryConfig, inner: Inner | None = None) -> None:
-        rule, share = config.update_rule, config.write_start / config.write_range
-        super().__init__(hidden, config.writes * kv_heads, bias=logit(share))
+    def __init__(
+        self,
+        hidden: int,
+        kv_heads: int,
+        config: MemoryConfig,
+        inner: Inner | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        rule, share, rank = config.update_rule, config.write_start / config.write_range, config.write_rank
+        super().__init__(hidden, config.writes * kv_heads, logit(share), rank, generator)
         self.range, self.writes = config.write_range, config.writes
-        self.decay = Affine(hidden, kv_heads, bias=logit(DECAY_AT_START)) if rule.decays else None
+        self.decay = Affine(hidden, kv_heads, logit(DECAY_AT_START), rank, generator) if rule.decays else None
         start = torch.full((kv_heads,), logit(MOMENTUM_AT_START))
         self.momentum = nn.Parameter(start) if rule.momentum else None
         self.inner = inner

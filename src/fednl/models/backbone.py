@@ -45,6 +45,11 @@ class Backbone:
     tokenizer: PreTrainedTokenizerBase
     identity: dict[str, Any]
 
+    @property
+    def context_tokens(self) -> int | None:
+        """How many tokens the model's own positions reach, as its config says; None for one without such a limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
 
 @dataclass(frozen=True)
 class _Place:

@@ -207,7 +207,7 @@ _SHAPE = {
     "vocab": "tokens in the vocabulary",
 }
 
-_MEMORY = ("layers", "rule", "rank", "keys", "address-layer", "address-rank", "write", "mixing", "start")
+_MEMORY = ("layers", "rule", "rank", "keys", "address-layer", "address-rank", "write", "write-rank", "mixing", "start")
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
@@ -220,7 +220,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
         else "full attention, whose cache grows with context"
     )
     read = [key for key in _MEMORY if memory.get("keys") == "context" or not key.startswith("address-")]
-    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory]
+    full = {"write-rank"} if not memory.get("write-rank") else set()
+    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory and key not in full]
     return ", ".join([*parts, seen])
 
 

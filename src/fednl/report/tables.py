@@ -74,7 +74,7 @@ def terminal_table(rows: Sequence[Row], metric: str = "candidates") -> Table:
 
     rows = next(_by_tokens(rows), [])
     cells = _index(rows)
-    notes = [*_behind(rows, metric), "below each: 95% interval"] if rows else []
+    notes = [*behind(rows, metric), "below each: 95% interval"] if rows else []
     table = Table(title=METRICS[metric].title, caption="; ".join(notes), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("client", overflow="fold")
     arms = _arms(rows, metric)
@@ -146,8 +146,8 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
         parts.append(f"The run's own rules under other settings: {', '.join(words)}.")
     for metric in METRICS:
         if _arms(rows, metric):
-            parts += [f"### {METRICS[metric].title}", _arm_table(rows, metric)]
-            parts.append("; ".join(_behind(rows, metric)) + ".")
+            parts += [f"### {METRICS[metric].title}", arm_table(rows, metric)]
+            parts.append("; ".join(behind(rows, metric)) + ".")
             parts += cohort_table(rows, metric)
     parts.append(
         "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
@@ -174,7 +174,13 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
     return parts
 
 
-def _arm_table(rows: Sequence[Row], metric: str) -> str:
+def arm_table(rows: Sequence[Row], metric: str) -> str:
+    """Gives one metric of a results file as Markdown: a line per arm, a column per client and the macro average.
+
+    Args:
+        rows: of one prompt length.
+        metric: a name in `fednl.evaluation.measures.METRICS`.
+    """
     cells = _index(rows)
     clients = [*_clients(rows, metric), MACRO]
     body = [
@@ -184,8 +190,13 @@ def _arm_table(rows: Sequence[Row], metric: str) -> str:
     return markdown_table(["arm", *map(escape, clients)], body)
 
 
-def _behind(rows: Sequence[Row], metric: str) -> list[str]:
-    """The n and the chance level that stand behind a table."""
+def behind(rows: Sequence[Row], metric: str) -> list[str]:
+    """Says which n and which chance level stand behind a table.
+
+    Args:
+        rows: of one prompt length.
+        metric: a name in `fednl.evaluation.measures.METRICS`.
+    """
     found = [row for row in rows if row["metric"] == metric]
     each = {row["client"]: row["n"] for row in found if row["client"] not in (MACRO, *COHORT)}
     if len(set(each.values())) == 1:

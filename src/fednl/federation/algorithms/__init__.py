@@ -21,6 +21,7 @@ from fednl.federation.algorithms.m3 import M3
 from fednl.federation.algorithms.per_fedavg import PerFedAvg
 from fednl.federation.algorithms.reptile import Reptile
 from fednl.federation.algorithms.scaffold import Scaffold
+from fednl.federation.algorithms.shared_only import SharedOnly
 
 __all__ = [
     "ALGORITHMS",
@@ -44,6 +45,7 @@ __all__ = [
     "PerFedAvg",
     "Reptile",
     "Scaffold",
+    "SharedOnly",
     "Traits",
 ]
 
@@ -67,6 +69,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "per-fedavg": PerFedAvg,
     "ifed-icl": IfedIcl,
     "i2cl": I2cl,
+    "shared-only": SharedOnly,
     "local-only": LocalOnly,
 }
 """The algorithms by the name that `[federation] algorithm` takes."""

@@ -1,0 +1,42 @@
+"""How much of the way from a floor to a ceiling a method goes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fednl.evaluation.statistics import LEVEL, Interval, macro_difference, macro_resamples
+
+Values = Mapping[str, Sequence[float]]
+
+
+def share_closed(ours: Values, floor: Values, ceiling: Values, seed: int, resamples: int = 10_000) -> Interval | None:
+    """Gives (ours - floor) / (ceiling - floor) of the macro averages, with a paired bootstrap interval over questions.
+
+    It is 0 at the floor and 1 at the ceiling, and can be below or above; whether higher or lower is better cancels out.
+
+    Args:
+        ours: client -> its outcomes, in the order of the questions.
+        floor: the same of the floor, on the same questions.
+        ceiling: the same of the ceiling.
+        seed: names the random stream.
+        resamples: bootstrap resamples.
+
+    Returns:
+        The share; None where the 95% interval of ceiling minus floor holds 0: then there is no way to go a share of.
+
+    Raises:
+        ValueError: the three do not hold the same clients with the same numbers of outcomes.
+
+    Source: ours; the ratio's interval is the percentile bootstrap's, whose ends may be far where the way is short.
+    """
+    gap = macro_difference(ceiling, floor, seed, LEVEL, resamples)
+    gain = macro_difference(ours, floor, seed, LEVEL, resamples)
+    if gap.low <= 0 <= gap.high:
+        return None
+    drawn = [macro_resamples(values, seed, resamples) for values in (ours, floor, ceiling)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = (drawn[0] - drawn[1]) / (drawn[2] - drawn[1])
+    low, high = (float(end) for end in np.quantile(shares[np.isfinite(shares)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    return Interval(gain.mean / gap.mean, low, high, gain.n)

@@ -1,0 +1,83 @@
+"""Runs that are kept in their folders: made, gone on with, measured further, or left as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fednl.config import Config
+from fednl.errors import SettingsError
+from fednl.evaluation.outcomes import Outcome
+from fednl.measuring import OUTCOMES, changed_settings, earlier, results_name
+from fednl.runs import Run
+from fednl.training import config_of, evaluate, resume, train
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+# They change how fast a run goes or what is looked at afterwards, not what it trains.
+_FREE = {
+    ("backbone", "device"),
+    ("evaluation", "arms"),
+    ("evaluation", "batch"),
+    ("federation", "parallel-clients"),
+    ("federation", "keep-checkpoints"),
+    ("run", "out"),
+}
+
+
+def run_at(folder: Path, config: Config, on_event: OnEvent = lambda event: None) -> Run:
+    """The run in a folder: made, gone on with, or as it is.
+
+    Only what changes neither its rules nor its questions may be other than it began with: arms, batch of the
+    evaluation, worker processes, device. A setting that is younger than the run has its default.
+
+    Raises:
+        SettingsError: the folder holds a run of other settings, whose numbers would pass for those of these.
+    """
+    if not (folder / "config.json").exists():
+        return train(config, folder, on_event)
+    run = Run.open(folder)
+    # As settings, not as they were written: a key that is younger than the folder had its default.
+    then, now = config_of(run).to_dict(), config.to_dict()
+    for section in dict.fromkeys([*then, *now]):
+        before, after = then.get(section, {}), now.get(section, {})
+        for key in dict.fromkeys([*before, *after]):
+            if before.get(key) != after.get(key) and (section, key) not in _FREE:
+                raise SettingsError(
+                    f"{folder} holds a run with [{section}] {key} = {json.dumps(before.get(key))}, and now it is "
+                    f"{json.dumps(after.get(key))}: put that back, or name another --out."
+                )
+    if then != now:
+        run.write_json("config.json", now)
+    return run if is_done(run, config) else resume(folder, on_event)
+
+
+def is_done(run: Run, config: Config) -> bool:
+    """Whether a run has its rounds, and its arms are measured."""
+    needed = [f"results/{config.data.task}.json", *(["results/stream.json"] if config.tasks.order else [])]
+    if not all((run.path / name).exists() for name in ["finished.json", *needed]):
+        return False
+    measured = [{row["method"] for row in run.read_json(name)["rows"]} for name in needed]
+    return all(set(config.evaluation.arms) <= found for found in measured)
+
+
+def answers(
+    run: Run, arms: Sequence[str], changed: Sequence[str], on_event: OnEvent = lambda event: None
+) -> dict[str, list[Outcome]]:
+    """How a finished run answers in some arms, under its own settings or others; what is missing is measured.
+
+    Args:
+        run: the run.
+        arms: names in `fednl.arms.VIEWS`.
+        changed: settings under which it answers, as for `fednl eval --set`.
+        on_event: is told what happens.
+    """
+    own = config_of(run)
+    config = own.with_overrides(changed)
+    path = run.path / "results" / f"{results_name(config.data.task, changed_settings(own, config))}{OUTCOMES}"
+    if not set(arms) <= earlier(path).keys():
+        evaluate(run.path, None, on_event, [*changed, f"evaluation.arms={json.dumps(list(arms))}"], anew=False)
+    found = earlier(path)
+    return {arm: found[arm] for arm in arms}

@@ -1,0 +1,122 @@
+"""One command's work on a table: runs are made, gone on with, or left as they are; nothing is done twice."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fednl.config import Config
+from fednl.evaluation.outcomes import Outcome
+from fednl.files import write_atomic
+from fednl.reproduce.keeping import OnEvent, answers, run_at
+from fednl.reproduce.table import Method, Page, Scale, Table
+from fednl.runs import Run
+
+_TINY_SENTENCES = 500
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """A table at one scale, in one folder.
+
+    Attributes:
+        table: the table.
+        scale: a name in its scales.
+        out: the folder of all its runs; the same folder goes on.
+        given: settings from the command line; they win over all others.
+        asked_lengths: prompt tokens to measure in place of the scale's; empty for the scale's.
+        on_event: is told what happens.
+    """
+
+    table: Table
+    scale: str
+    out: Path
+    given: Sequence[str] = ()
+    asked_lengths: Sequence[int] = ()
+    on_event: OnEvent = field(default=lambda event: None)
+
+    @property
+    def size(self) -> Scale:
+        """The scale's own settings."""
+        return self.table.scales[self.scale]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The prompt lengths to measure, in tokens."""
+        return tuple(self.asked_lengths) or self.size.lengths
+
+    def config(self, method: Method) -> Config:
+        """The settings of a method's run: the scale's, the method's own, then those from the command line."""
+        table = tiny_settings(self.out / "backbone") if self.scale == "tiny" else {}
+        return Config.from_dict(table).with_overrides([*self.size.of(method), *self.given])
+
+    def run(self, method: Method) -> Run:
+        """The run of a method with its rounds done and its own arms measured."""
+        return run_at(self.out / method.name, self.config(method), self._telling(method))
+
+    def answers(self, method: Method, arms: Sequence[str], changed: Sequence[str] = ()) -> dict[str, list[Outcome]]:
+        """How a method's run answers, by arm; it is made or gone on with first, and what is missing is measured.
+
+        Args:
+            method: the method.
+            arms: names in `fednl.arms.VIEWS`.
+            changed: settings under which it answers, where they are not the run's own, as for `fednl eval --set`.
+        """
+        return answers(self.run(method), arms, changed, self._telling(method))
+
+    @property
+    def command(self) -> str:
+        """The command line that does this, and goes on with it."""
+        lengths = ["--lengths", ",".join(map(str, self.asked_lengths))] if self.asked_lengths else []
+        sets = [word for one in self.given for word in ("--set", one)]
+        words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *lengths, *sets, "--out", str(self.out)]
+        return shlex.join(words)
+
+    def whole(self) -> Page:
+        """Does what is missing, writes the table after every step, and gives the whole one.
+
+        Raises:
+            FednlError: as `fednl.training.train`, `resume` and `evaluate`; or a run in the folder has other settings.
+            Interrupted: Ctrl-C; the same goes on.
+        """
+        page = Page("")
+        for page in self.table.work(self):
+            self.write(page)
+        return page
+
+    def note(self, text: str) -> None:
+        """Tells a person something in one line."""
+        self.on_event({"event": "note", "text": text})
+
+    def _telling(self, method: Method) -> OnEvent:
+        """The same events, with the method's name in the names of their phases."""
+
+        def tell(event: Mapping[str, Any]) -> None:
+            named = {"name": f"{method.name}: {event['name']}"} if event["event"] == "phase" else {}
+            self.on_event({**event, **named})
+
+        return tell
+
+    def write(self, page: Page) -> Path:
+        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured."""
+        folder = Run(self.out)
+        for name, rows in page.measured.items():
+            facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "rows": list(rows)}
+            folder.write_json(f"results/{name}.json", facts)
+        return folder.write_text("report.md", page.text)
+
+
+def tiny_settings(folder: Path) -> dict[str, dict[str, Any]]:
+    """Where the tiny scale has its model and its filler from: made here, small, of no meaning."""
+    filler = folder / "filler.txt"
+    if not filler.exists():
+        from fednl.data.fillers import generated_text
+        from fednl.models.tiny import tiny_backbone
+        from fednl.seeding import python_rng
+
+        tiny_backbone(folder)
+        write_atomic(filler, generated_text(python_rng(0, "tiny/filler"), _TINY_SENTENCES).encode("utf-8"))
+    return {"backbone": {"id": str(folder)}, "data": {"filler": str(filler)}}

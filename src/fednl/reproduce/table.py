@@ -1,0 +1,114 @@
+"""What a reproduced table is made of: scales, methods, lines, and the numbers a paper prints. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fednl.reproduce.sitting import Sitting
+
+
+@dataclass(frozen=True)
+class Method:
+    """One run of a table, in a folder of its own.
+
+    Attributes:
+        name: the folder's name.
+        sets: its settings over those of the scale, `"section.key=value"` each.
+    """
+
+    name: str
+    sets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table: how a run's rules answer.
+
+    Attributes:
+        name: what the table calls it.
+        method: whose run it is read from.
+        arm: how that run answers, a name in `fednl.arms.VIEWS`.
+        published: the line of the paper's table beside which it stands; empty where there is none.
+    """
+
+    name: str
+    method: Method
+    arm: str = "federated"
+    published: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table as a paper prints it. These numbers are never computed with.
+
+    Attributes:
+        what: what its numbers are, with their unit.
+        source: which paper and table.
+        model: its backbone; or that it is not stated.
+        columns: the paper's columns.
+        rows: line -> a number for each column; None where the paper has none.
+        notes: what has to be known to read them.
+    """
+
+    what: str
+    source: str
+    model: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, tuple[float | None, ...]]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One size of a reproduction.
+
+    Attributes:
+        about: what it takes: model, time, memory.
+        sets: the settings of all its runs, `"section.key=value"` each.
+        lengths: prompt tokens that are measured, where a table has lengths; else empty.
+        own: by the name of a method, what it sets at this scale over its own settings.
+    """
+
+    about: str
+    sets: tuple[str, ...]
+    lengths: tuple[int, ...] = ()
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, method: Method) -> tuple[str, ...]:
+        """All settings of a method's run at this scale; a later one wins."""
+        return (*self.sets, *method.sets, *self.own.get(method.name, ()))
+
+
+@dataclass(frozen=True)
+class Page:
+    """A table as far as it is measured.
+
+    Attributes:
+        text: Markdown.
+        measured: rows of numbers measured here, by the name of their results file.
+    """
+
+    text: str
+    measured: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be made again.
+
+    Attributes:
+        name: as the command line calls it.
+        about: one sentence.
+        scales: by name, those of `fednl.reproduce.SCALES` that it has.
+        work: does what is missing, and gives the table as it stands after every step; the last one is whole.
+        published: the paper's numbers that stand beside ours.
+    """
+
+    name: str
+    about: str
+    scales: Mapping[str, Scale]
+    work: Callable[[Sitting], Iterator[Page]]
+    published: tuple[Published, ...] = ()

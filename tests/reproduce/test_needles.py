@@ -1,0 +1,108 @@
+"""The needle table at the tiny scale, whole: it goes on where it stopped, and its two columns never mix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednl.errors import Interrupted, SettingsError
+from fednl.reproduce import keeping, needles, sitting, table_named
+from fednl.reproduce.papers import NEEDLES
+from fednl.reproduce.sitting import Sitting
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The table's folder, made in two sittings: the first one is stopped in the middle of the third run."""
+    out = tmp_path_factory.mktemp("needles")
+
+    def stop(event: Mapping[str, Any]) -> None:
+        if event["event"] == "phase" and str(event["name"]).startswith("fedavg-lora-full: training"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        reproduce(out, stop)
+    return out
+
+
+def reproduce(out: Path, on_event: Any = lambda event: None, **more: Any) -> str:
+    return Sitting(table_named("needles"), "tiny", out, on_event=on_event, **more).whole().text
+
+
+def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = (folder / "report.md").read_text()
+    assert needles.FLOOR.name in half and "Closed by FedNL" not in half
+    began: list[str] = []
+    text = reproduce(folder, lambda event: began.append(str(event.get("name", ""))))
+    trained = [name.partition(":")[0] for name in began if "training" in name]
+    assert trained == ["fedavg-lora-full", "fedala-window", "ffa-lora-window"]
+    for name in ("train", "resume", "evaluate"):
+        monkeypatch.setattr(keeping, name, None)
+    assert reproduce(folder) == text == (folder / "report.md").read_text()
+    rows = json.loads((folder / "results" / "needles-430.json").read_text())
+    assert rows["where"] == "measured here"
+    macro = {row["method"]: row for row in rows["rows"] if (row["metric"], row["client"]) == ("candidates", "macro")}
+    assert list(macro) == [line.name for line in needles.LINES]
+    assert all(row["n"] == 4 and row["chance"] == 0.25 and row["low"] <= row["value"] for row in macro.values())
+    assert {row["of"] for row in rows["rows"] if row["metric"] == "share_closed"} == {"candidates", "nats_per_token"}
+
+
+def test_the_papers_numbers_stand_in_their_own_column(folder: Path) -> None:
+    text = reproduce(folder)
+    first = next(part for part in text.split("\n\n") if part.startswith("| method"))
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
+    assert lines[0][1:] == ["right of four, %, 430 tokens (measured here)", "average (reported by the paper)"]
+    by_name = {line[0]: line[1:] for line in lines[2:]}
+    assert by_name["FedNL"][1] == "29.7" and "[" in by_name["FedNL"][0]
+    assert by_name["FedProx"] == ["-", "20"]
+    assert by_name[needles.FLOOR.name][1] == "-"
+    assert all("[" not in line[1] for line in by_name.values())
+    for note in NEEDLES.notes:
+        assert note in text
+
+
+def test_other_settings_do_not_pass_for_these(folder: Path) -> None:
+    with pytest.raises(SettingsError, match=r"\[training\] local-lr = 0.003, and now it is 0.1"):
+        reproduce(folder, given=("training.local-lr=0.1",))
+
+
+def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_reach_is_said_to_be() -> None:
+    assert [line.method.name for line in needles.lines_at(4096)] == ["fednl", "fedavg-lora-window", "fedavg-lora-full"]
+    assert len(needles.lines_at(2048)) == 7
+    assert needles._outside(needles.CEILING.name, 16_384, 8192) == " (outside trained range)"
+    assert needles._outside(needles.CEILING.name, 8192, 8192) == needles._outside("FedNL", 16_384, 8192) == ""
+    row = {
+        "metric": "share_closed",
+        "of": "candidates",
+        "client": "macro",
+        "value": 0.7,
+        "low": 0.6,
+        "high": 0.8,
+        "n": 9,
+    }
+    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], 8192, 8192)[1]
+    assert "no share" in needles.closed_lines([row], 16_384, 8192)[1]
+
+
+def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -> None:
+    """The window moves events in a short prompt only, so that lines stay comparable where they are measured."""
+    from fednl.data import task
+    from fednl.models.tiny import byte_tokenizer
+
+    place = Sitting(table_named("needles"), "small", tmp_path)
+    filler = sitting.tiny_settings(tmp_path)["data"]["filler"]
+    prompts = []
+    for method in (needles.FEDNL, needles.FULL_LORA):
+        config = place.config(method).with_overrides(
+            ["data.tokens=1024", f"data.filler={filler}", "data.train=0", "data.validation=0", "data.test=2"]
+        )
+        window = 2 * config.memory.window_tokens  # a token a byte makes long questions
+        made = task("needles")(config.data, byte_tokenizer(), window, "candidates", 0)
+        prompts.append([one.prompt_ids for splits in made.values() for one in splits.test])
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 14
