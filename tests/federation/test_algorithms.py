@@ -67,6 +67,7 @@ def test_the_traits_say_whether_tensors_go_beside_the_rules(kind: str) -> None:
     algorithm = ALGORITHMS[kind](shared="all")
     beside = [*algorithm.extra(start_params()), *algorithm.given(["context.vectors"])]
     assert bool(beside) == algorithm.traits.sends_extra
+    assert bool(algorithm.apart(algorithm.extra(start_params()))) == algorithm.traits.passes_on
 
 
 @pytest.mark.parametrize("kind", KINDS)

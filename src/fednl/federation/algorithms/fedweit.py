@@ -77,7 +77,7 @@ class FedWeIt(FedAvg):
     """
 
     Settings: ClassVar[type[BaseModel]] = FedWeItSettings
-    traits: ClassVar[Traits] = Traits(one_client_is_local=False, sends_extra=True, keeps_own=True)
+    traits: ClassVar[Traits] = Traits(one_client_is_local=False, sends_extra=True, passes_on=True, keeps_own=True)
 
     def extra(self, params: Params) -> Params:
         """Names each shared rule's adaptive part, and the rows of the base that a client lets count.
