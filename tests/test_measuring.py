@@ -73,6 +73,10 @@ def test_other_settings_never_overwrite_the_runs_own(backbone: Path) -> None:
     ]:
         config = own.with_overrides([override])
         assert results_name(config.data.task, changed_settings(own, config)) == name
+    # What a task does not read of how examples are spread changes none of its questions.
+    tailed, public = settings(backbone, data={"imbalance": 10.0}), settings(backbone, data={"task": "public"})
+    assert changed_settings(tailed, public) == {}
+    assert changed_settings(tailed, own) == {"data.imbalance": 1.0}
 
 
 def test_rows_are_what_the_outcomes_say_by_hand(run: Run) -> None:

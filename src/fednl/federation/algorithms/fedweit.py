@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from fednl.federation.algorithms import weit_parts as parts
 from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.section import Section
 
@@ -129,7 +130,7 @@ class FedWeIt(FedAvg):
         rules, state = super().start(received, state, problem)
         if self.settings.parts and not any(name.startswith("now/") for name in state):
             state = {**state, **self._fresh(rules, received, state)}
-        return {**rules, **{name: tensor for name, tensor in state.items() if _is_moved(name)}}, state
+        return {**rules, **{name: tensor for name, tensor in state.items() if parts.is_moved(name)}}, state
 
     def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
         """Gives the gradient of the loss at the running task's rules, and of the penalty, for all parts.
@@ -144,7 +145,7 @@ class FedWeIt(FedAvg):
         from fednl.federation.params import value_and_gradient
 
         def loss(leaves: Params) -> torch.Tensor:
-            return problem.loss(_composed(leaves, state), batch) + self.penalty(leaves, received, state)
+            return problem.loss(parts.composed(leaves, state), batch) + self.penalty(leaves, received, state)
 
         return value_and_gradient(loss, params, self.trainable(params))[1]
 
@@ -162,7 +163,7 @@ class FedWeIt(FedAvg):
             total += self.settings.sparsity * sum(params[name].abs().sum() for name in adaptive)
         if self.settings.drift:
             anchors = {name: tensor for name, tensor in state.items() if "/anchor/" in name}
-            now = {name: _finished(name, {**state, **params}) for name in anchors}
+            now = {name: parts.finished(name, {**state, **params}) for name in anchors}
             total += self.settings.drift / 2 * sum((now[name] - anchors[name]).square().sum() for name in anchors)
         return total
 
@@ -178,16 +179,16 @@ class FedWeIt(FedAvg):
         import torch
 
         kept = {name: tensor for name, tensor in {**state, **params}.items() if not name.startswith("now/")}
-        shared = self.shared(name for name in params if "/" not in name)
+        shared = self.shared(name for name in params if parts.is_base(name))
         for name in shared if self.settings.parts or self.settings.drift else []:
             kept[f"task/{task}/anchor/{name}"] = params[name]
             for part in ("mask", "adaptive"):
                 if f"now/{part}/{name}" in params:
                     kept[f"task/{task}/{part}/{name}"] = params[f"now/{part}/{name}"]
             if f"now/attention/{name}" in params:
-                kept[f"task/{task}/borrowed/{name}"] = _borrowed(name, {**state, **params})
+                kept[f"task/{task}/borrowed/{name}"] = parts.borrowed(name, {**state, **params})
         anchors = [name for name in kept if "/anchor/" in name]
-        kept |= {name: _finished(name, kept) for name in anchors}
+        kept |= {name: parts.finished(name, kept) for name in anchors}
         return {name: t.detach().clone() for name, t in kept.items() if "/" in name} | {"ended": torch.ones(())}
 
     def finish(
@@ -203,15 +204,15 @@ class FedWeIt(FedAvg):
         """
         from fednl.federation.params import copy
 
-        rules = {name: tensor for name, tensor in params.items() if "/" not in name}
+        rules = {name: tensor for name, tensor in params.items() if parts.is_base(name)}
         message, state = super().finish(rules, received, state, problem)
         sent, extra = dict(message.params), {}
         for name in sent if self.settings.unsent else []:
-            counts = _counts(params[f"now/mask/{name}"], self.settings.unsent)
-            sent[name] = sent[name].where(_by_rows(counts, sent[name]) > 0, received.params[name])
+            counts = parts.counting(params[f"now/mask/{name}"], self.settings.unsent)
+            sent[name] = sent[name].where(parts.by_rows(counts, sent[name]) > 0, received.params[name])
             extra[f"sent/{name}"] = counts
         if "ended" not in state:
-            return replace(message, params=sent, extra=extra), {**state, **copy(_moved(params))}
+            return replace(message, params=sent, extra=extra), {**state, **copy(parts.moved(params))}
         if self.settings.parts:
             extra |= {f"adaptive/{name}": self._pruned(params[f"now/adaptive/{name}"]) for name in sent}
             state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer/")}
@@ -230,10 +231,10 @@ class FedWeIt(FedAvg):
         new, state = super().server_step(params, combined, server_state)
         for name in new:
             if (share := combined.extra.get(f"sent/{name}")) is not None:
-                new[name] = _over_senders(params[name], new[name], share)
+                new[name] = parts.mean_of_senders(params[name], new[name], share)
         came = combined.apart.items() if isinstance(combined, Combined) else ()
-        parts = {(client, key.partition("/")[2]): tensor for client, own in came for key, tensor in own.items()}
-        return new, {**state, **{f"adaptive/{client}/{name}": tensor for (client, name), tensor in parts.items()}}
+        latest = {(client, key.partition("/")[2]): tensor for client, own in came for key, tensor in own.items()}
+        return new, {**state, **{f"adaptive/{client}/{name}": tensor for (client, name), tensor in latest.items()}}
 
     def answers(self, params: Params, state: ClientState) -> Params:
         """Gives the rules of the task the client is at, or the base; and those of finished tasks as `TASK/NAME`.
@@ -243,10 +244,12 @@ class FedWeIt(FedAvg):
             state: the client's state.
         """
         own = super().answers(params, state)
-        found = _composed({**own, **_moved(state)}, state)
+        found = parts.composed({**own, **parts.moved(state)}, state)
         for key in [key for key in state if "/anchor/" in key]:
             _, task, _, name = key.split("/")
-            found[f"{task}/{name}"] = _finished(key, {**state, **own}) + state.get(key.replace("anchor", "borrowed"), 0)
+            found[f"{task}/{name}"] = parts.finished(key, {**state, **own}) + state.get(
+                key.replace("/anchor/", "/borrowed/"), 0
+            )
         return found
 
     def _fresh(self, rules: Params, received: Message, state: ClientState) -> Params:
@@ -254,14 +257,14 @@ class FedWeIt(FedAvg):
         import torch
 
         fresh: Params = {}
-        names, parts = self.shared(rules), self.settings.parts
+        names, own = self.shared(rules), self.settings.parts
         for name in names:
             mask = rules[name].new_full(rules[name].shape[:1], MASK_START)
-            missing = rules[name] * (1 - _by_rows(torch.sigmoid(mask), rules[name]))
-            fresh[f"now/adaptive/{name}"] = missing if "mask" in parts else torch.zeros_like(rules[name])
-            if "mask" in parts:
+            missing = rules[name] * (1 - parts.by_rows(torch.sigmoid(mask), rules[name]))
+            fresh[f"now/adaptive/{name}"] = missing if "mask" in own else torch.zeros_like(rules[name])
+            if "mask" in own:
                 fresh[f"now/mask/{name}"] = mask
-        others = self._others(names, received, state) if "attention" in parts else {}
+        others = self._others(names, received, state) if "attention" in own else {}
         for name, stacked in others.items():
             fresh[f"now/others/{name}"] = stacked
             fresh[f"now/attention/{name}"] = stacked.new_zeros(len(stacked))
@@ -283,63 +286,3 @@ class FedWeIt(FedAvg):
     def _pruned(self, adaptive: torch.Tensor) -> torch.Tensor:
         pruned: torch.Tensor = adaptive * (adaptive.abs() > self.settings.sparsity)
         return pruned
-
-
-def _is_moved(name: str) -> bool:
-    """Whether local steps move a tensor of the state: the running task's parts, and every adaptive one."""
-    return name.startswith(("now/mask/", "now/adaptive/", "now/attention/")) or (
-        name.startswith("task/") and "/adaptive/" in name
-    )
-
-
-def _moved(tensors: Params) -> Params:
-    return {name: tensor for name, tensor in tensors.items() if _is_moved(name)}
-
-
-def _composed(params: Params, state: ClientState) -> Params:
-    """The rules of the running task: B m + A + sum_j a_j A_j; a rule without parts as it is."""
-    rules = {name: tensor for name, tensor in params.items() if "/" not in name}
-    for name, base in rules.items():
-        if f"now/adaptive/{name}" in params:
-            rules[name] = _masked(base, params.get(f"now/mask/{name}")) + params[f"now/adaptive/{name}"]
-        if f"now/attention/{name}" in params:
-            rules[name] = rules[name] + _borrowed(name, {**state, **params})
-    return rules
-
-
-def _borrowed(name: str, tensors: Params) -> torch.Tensor:
-    """The others' adaptive parts of a rule, each times its weight."""
-    import torch
-
-    borrowed: torch.Tensor = torch.tensordot(tensors[f"now/attention/{name}"], tensors[f"now/others/{name}"], 1)
-    return borrowed
-
-
-def _finished(anchor: str, tensors: Params) -> torch.Tensor:
-    """B m_i + A_i of a finished task and a rule, both named by the key of its anchor."""
-    name = anchor.rpartition("/")[2]
-    found = _masked(tensors[name], tensors.get(anchor.replace("anchor", "mask")))
-    adaptive = tensors.get(anchor.replace("anchor", "adaptive"))
-    return found if adaptive is None else found + adaptive
-
-
-def _masked(base: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    return base if mask is None else base * _by_rows(mask.sigmoid(), base)
-
-
-def _by_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One number a row, shaped so that it meets a rule's rows."""
-    return rows.reshape(rows.shape + (1,) * (like.dim() - rows.dim()))
-
-
-def _counts(mask: torch.Tensor, unsent: float) -> torch.Tensor:
-    """1 for the rows whose mask is at least the quantile, else 0; rows that are all alike all count."""
-    return (mask >= mask.reshape(-1).quantile(unsent)).to(mask.dtype)
-
-
-def _over_senders(start: torch.Tensor, mean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The mean over those that sent a row, from the mean over all, where the others have the start; exact at 1."""
-    weight = _by_rows(share, mean).double()
-    moved = start.double() + (mean.double() - start.double()) / weight.clamp(min=1e-15)
-    taken: torch.Tensor = mean.where(weight == 1, moved.to(mean.dtype)).where(weight > 0, start)
-    return taken
