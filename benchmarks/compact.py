@@ -2,20 +2,22 @@
 
     python benchmarks/compact.py --out runs/compact
     python benchmarks/compact.py --bytes-only
-    python benchmarks/compact.py --out runs/compact-private --only theta,compact --set privacy.mode=central \
-        --set combine.weights=uniform --set privacy.clip=1.0 --set privacy.noise-multiplier=1.0
+    python benchmarks/compact.py --out runs/compact-private --only "LoRA r16,theta,low-rank" --ways "others private" \
+        --set privacy.mode=central --set combine.weights=uniform --set privacy.clip=0.03 \
+        --set privacy.noise-multiplier=1.05 --set 'evaluation.arms=["federated"]'
 
 Trains each set on the needle federation of configs/compact.toml (an ordinary run in its own folder: whatever stopped
-the command, the same command goes on), and weighs a message of each at Llama-3.2-1B's shapes: random numbers in the
-very tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands
-only beside the accuracy of the same set. Under noise all sets, and LoRA, spend the same epsilon. Prints Markdown.
+the command, the same command goes on), once with every client training the rules that it does not share for itself, and
+once with these left as they began. Weighs a message of each set at Llama-3.2-1B's shapes: random numbers in the very
+tensors that `attach_memory` and PEFT make of such a model, serialised with their header. A ratio to LoRA stands only
+beside the accuracy of the same set. Under noise all sets, and LoRA, spend the same epsilon. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +63,8 @@ class Rules:
     all: bool = False
 
 
-WAYS = {"others private": "fedavg", "others untrained": "shared-only"}
+UNTRAINED = "others untrained"
+WAYS = {"others private": "fedavg", UNTRAINED: "shared-only"}
 """What becomes of the rules that are not shared: each client trains its own, or they stay as they began."""
 LORA = "LoRA r16"
 LOW = ["write", "layers.*.memory.gate.bias"]
@@ -75,19 +78,12 @@ SETS = {
             "theta": "federated",
             "nothing, each client alone": "local-only",
             "nothing, public rules untrained": "public-rules",
-            "nothing, no memory": "window-only",
         },
         all=True,
     ),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
-    "low-rank": Rules(
-        [*LOW],
-        [*LOW],
-        3,
-        ("memory.write-rank=1",),
-        {"low-rank": "federated", "nothing, public rules cut to rank 1": "public-rules"},
-    ),
+    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
     "compact": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
@@ -145,22 +141,31 @@ def weigh() -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, int]]:
 def config_of(name: str, way: str, given: list[str]) -> Config:
     """The settings of one set's run, in one of the two ways."""
     rules = SETS[name]
-    arms = ["federated", *(arm for arm in rules.arms.values() if arm != "federated" and way == next(iter(WAYS)))]
+    arms = ["federated"] if way == UNTRAINED else list(rules.arms.values()) or ["federated"]
     sets = [f"federation.shared={json.dumps(rules.small)}", f"evaluation.arms={json.dumps(arms)}"]
     return load_config("configs/compact.toml", [*sets, *rules.settings, f"federation.algorithm={WAYS[way]}", *given])
 
 
-def measured(out: Path, names: Iterable[str], given: list[str]) -> dict[str, list[str]]:
+def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[str]) -> dict[str, list[str]]:
     """By row the cells of accuracy in both ways, and how many questions; trains what is missing."""
     found: dict[str, list[str]] = {}
     for name in names:
-        ways = list(WAYS)[:1] if SETS[name].all else list(WAYS)
-        folders = [out / way.replace(" ", "-") / name.replace(" ", "-") for way in ways]
-        configs = [config_of(name, way, given) for way in ways]
-        runs = [run_at(folder, config, told(folder)) for folder, config in zip(folders, configs, strict=True)]
-        for row, arm in (SETS[name].arms or {name: "federated"}).items():
-            cells = [cell for run in (runs if arm == "federated" else runs[:1]) for cell in answers(run, arm)]
-            found[row] = [*cells, *["-"] * (4 - len(cells)), str(macro(runs[0], arm, "candidates")["n"])]
+        rules = SETS[name]
+        arms = rules.arms or {name: "federated"}
+        cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
+        number = "-"
+        for way in [way for way in WAYS if way in ways and not (rules.all and way == UNTRAINED)]:
+            config = config_of(name, way, given)
+            folder = out / way.replace(" ", "-") / name.replace(" ", "-")
+            run = run_at(folder, config, told(folder))
+            for row, arm in arms.items():
+                if arm in config.evaluation.arms:
+                    cells[row][way] = answers(run, arm)
+                    number = str(macro(run, arm, "candidates")["n"])
+        found |= {
+            row: [*(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])), number]
+            for row, by_way in cells.items()
+        }
     return found
 
 
@@ -170,10 +175,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/compact"), help="where the runs are kept")
     parser.add_argument("--bytes-only", action="store_true", help="weigh the messages, train nothing, give no ratio")
     parser.add_argument("--only", default=",".join(SETS), help="sets to train")
+    parser.add_argument("--ways", default=",".join(WAYS), help="what becomes of the rules that are not shared")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    accuracy = measured(args.out, [] if args.bytes_only else args.only.split(","), args.set)
+    accuracy = measured(args.out, [] if args.bytes_only else args.only.split(","), args.ways.split(","), args.set)
     sizes, numbers = weigh()
     body = []
     for name, by_coding in sizes.items():

@@ -15,7 +15,7 @@ from fednl import cli
 from fednl.errors import BackboneError, DataError, Interrupted
 
 GOLDEN = Path(__file__).parent / "golden"
-VERBS = ["", "models", "models get", "config", "partition", "train", "eval", "report", "reproduce"]
+VERBS = ["", "models", "models get", "config", "partition", "train", "eval", "report", "reproduce", "lm-eval"]
 
 
 def fednl(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -194,7 +194,7 @@ def test_another_algorithm_or_task_leaves_the_section_of_the_one_before() -> Non
     assert "mmlu" not in back.to_dict() and "fedprox" not in back.to_dict()
     assert back.to_dict()["fedala"]["steps"] == 3
     assert own.with_overrides(["data.task=mmlu", "run.seed=1"]).to_dict()["mmlu"]["shots"] == 2
-    with pytest.raises(SettingsError, match=r"\[mmlu\] is set, but \[data\] task = \"needles\" would not read it"):
+    with pytest.raises(SettingsError, match=r"\[mmlu\] is set, but .* would not read it"):
         own.with_overrides(["data.task=needles", "mmlu.shots=3"])
 
 

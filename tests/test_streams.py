@@ -65,7 +65,7 @@ def test_a_stream_leaves_every_task_after_every_task_forgetting_and_transfer(who
     assert sum(last[:3]) / 3 == pytest.approx(macro["federated"])
     text = report([whole.path])
     assert "## Stream of tasks" in text and "average forgetting" in text
-    assert "client-2: name-date, then multi-key, then passkey" in text
+    assert "client-02: name-date, then multi-key, then passkey" in text
     assert "FedAvg's, bit for bit" not in text
     assert "examples per client and task: 4 train" in text
 
@@ -75,9 +75,9 @@ def test_the_answers_after_a_task_are_those_of_the_rules_of_its_last_round(whole
 
     checkpoint = load_round(whole.path / "checkpoints", 1)  # beyond keep-checkpoints = 1, for it ends a task
     bench = Bench(Config.from_dict(whole.read_json("config.json")))
-    expected = bench.score("federated", "client-2", checkpoint.params, lambda facts: None, ["name-date"])
+    expected = bench.score("federated", "client-02", checkpoint.params, lambda facts: None, ["name-date"])
     kept = load_outcomes(whole.path / "results/stream.outcomes.jsonl")["federated@1"]
-    assert [one for one in kept if one.client == "client-2"] == expected
+    assert [one for one in kept if one.client == "client-02"] == expected
     assert {one.task for one in expected} == {"name-date"}
 
 
@@ -85,7 +85,7 @@ def test_a_task_is_trained_on_in_its_rounds_alone_and_boundaries_change_what_fol
     backbone: Path, tmp_path: Path, whole: Run
 ) -> None:
     bench = Bench(stream(backbone))
-    assert [{one.task for one in bench.train_examples("client-2", round)} for round in (1, 2, 3)] == [
+    assert [{one.task for one in bench.train_examples("client-02", round)} for round in (1, 2, 3)] == [
         {"name-date"}, {"multi-key"}, {"passkey"}
     ]  # fmt: skip
     assert {one.task for one in bench.train_examples("pooled", 1)} == set(TASKS["order"])

@@ -147,7 +147,7 @@ def adapters_hash(config: Config, setup: Setup) -> str:
 _COMPARABLE = {
     "memory": {"start", "chunk_tokens"},
     "lora": {"local_lr"},
-    "context-vectors": {"start_lambda", "start_beta", "clip_norm", "store", "noise_std"},
+    "context-vectors": {"start_lambda", "start_beta", "clip_norm", "store", "noise_std", "keep_mb"},
 }
 
 

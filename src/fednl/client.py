@@ -47,6 +47,7 @@ from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
 from fednl.models.context_store import TaskKey
+from fednl.models.context_vectors import keep_prompts
 from fednl.models.recurrent import RecurrentCache
 from fednl.problem import IGNORED, ClientProblem, answer_nats
 from fednl.seeding import torch_rng
@@ -115,6 +116,7 @@ class Bench:
             layers=int(self.backbone.identity["layers"]),
             dtype=str(self.model.dtype),
             position=self.config.context_vectors.position,
+            inject=self.config.context_vectors.inject,
         )
 
     @property
@@ -172,6 +174,8 @@ class Bench:
             if setup == "own" and "memory" in self.config.federation.adapters and not self.config.memory.is_absent:
                 load_start(self.backbone, self._live(), self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+        if [adapter.kind for adapter in self._adapters] == ["context-vectors"]:
+            keep_prompts(self.model, self.config.context_vectors)
         self._prefix = None
         frozen_below = "memory" in self.config.federation.adapters and setup == "own" and not self._injects
         if frozen_below and self.config.prefix.cache != "off":
@@ -180,7 +184,7 @@ class Bench:
         self._setup = setup
 
     def nats(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """`answer_nats` of the mounted model; with `prefix.cache`, from the first memory layer on where it can be."""
+        """`answer_nats` of the mounted model; without what was computed of the batch before, where that is kept."""
         with nullcontext() if self._prefix is None else self._prefix.over(batch):
             return answer_nats(self.model, batch)
 

@@ -31,12 +31,11 @@ from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
-from fednl.fetching import cache_folder
 from fednl.measuring import changed_settings, forget, measure
 from fednl.measuring_stream import measure_stream
-from fednl.models.context_store import ContextStore, TaskKey
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
 from fednl.runs import Run
+from fednl.stored_tasks import ask_for_like, keep, known
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 _LOADING = {"event": "phase", "name": "loading the backbone and making the data"}
@@ -241,10 +240,13 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
             {client: told[client]["correct"] for client in own if "correct" in told[client]},
         )
 
+    algorithm = make_algorithm(config, name)
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:
         _write_descriptions(run, config, facts)
-        start |= _stored(facts, on_event)
+        start |= known(facts, start, on_event)
+        if config.context_vectors.store == "near":
+            ask_for_like(algorithm, facts, on_event)
     trained = run_rounds(
         algorithm,
         transport,
@@ -260,21 +262,9 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         exchange=exchange_of(config, name),
         adapters=adapters_hash(config, kind.setup),
     )
-    if not kind.folder and "context_key" in facts:
-        _store().put(TaskKey(**facts["context_key"]), trained)
+    if not kind.folder:
+        keep(facts, trained)
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
-
-
-def _store() -> ContextStore:
-    return ContextStore(cache_folder() / "context")
-
-
-def _stored(facts: Mapping[str, Any], on_event: OnEvent) -> Params:
-    """The vectors and coefficients that the store has for this run's task, where it may look."""
-    known = _store().get(TaskKey(**facts["context_key"])) if "context_key" in facts else None
-    if known is not None:
-        on_event({"event": "note", "text": "the task is known: starting from stored context vectors and coefficients"})
-    return known or {}
 
 
 def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ def test_every_task_has_a_measure_of_known_arms_and_metrics() -> None:
     for measure in MEASURES.values():
         assert set(measure.arms) <= ARMS.keys() & VIEWS.keys()
         assert set(measure.metrics) <= METRICS.keys()
-        assert METRICS[measure.metrics[0]].has_chance and METRICS[measure.metrics[0]].kind == "share"
+        if measure.metrics != ("text_nats_per_token",):  # running text has no answers to be right
+            assert METRICS[measure.metrics[0]].has_chance and METRICS[measure.metrics[0]].kind == "share"
         assert {arm for pair in measure.pairs for arm in pair} <= set(measure.arms)
         assert len(set(measure.pairs)) == len(measure.pairs)
     assert set(ARMS) == {arm for measure in MEASURES.values() for arm in measure.arms}

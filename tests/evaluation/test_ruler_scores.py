@@ -10,25 +10,24 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fednl.data.ruler import RULER_TASKS, RulerExample, build_ruler
-from fednl.evaluation.ruler import answer_ruler, match_all, match_part, ruler_rows
+from fednl.evaluation.ruler import answer_ruler, match_all, ruler_rows
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory
 from small_run import byte_tokenizer, tiny_backbone
 
 
 @pytest.mark.parametrize(
-    ("answer", "wanted", "share", "part"),
+    ("answer", "wanted", "share"),
     [
-        (" 1234567.", ["1234567"], 1.0, 1.0),
-        ("7654321, and 1234567", ["1234567", "7654321", "1111111", "2222222"], 0.5, 1.0),
-        ("ADA and bob", ["ada", "BOB"], 1.0, 1.0),
-        ("", ["x"], 0.0, 0.0),
-        ("nothing\x00of it", ["nothingof"], 0.0, 0.0),
-        ("12345678", ["1234567"], 1.0, 1.0),  # as RULER counts: a text inside a longer one is found
+        (" 1234567.", ["1234567"], 1.0),
+        ("7654321, and 1234567", ["1234567", "7654321", "1111111", "2222222"], 0.5),
+        ("ADA and bob", ["ada", "BOB"], 1.0),
+        ("", ["x"], 0.0),
+        ("nothing\x00of it", ["nothingof"], 0.0),
+        ("12345678", ["1234567"], 1.0),  # as RULER counts: a text inside a longer one is found
     ],
 )
-def test_shares_of_wanted_texts(answer: str, wanted: list[str], share: float, part: float) -> None:
+def test_shares_of_wanted_texts(answer: str, wanted: list[str], share: float) -> None:
     assert match_all(answer, wanted) == share
-    assert match_part(answer, wanted) == part
 
 
 class Speaker(nn.Module):

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fednl.data.classification_settings import ClassificationSettings, label_word
+from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Splits, Tokenizer
+from fednl.data.held_out import check_held_out
 from fednl.data.labelled_texts import LabelledText, read_labelled
 from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
 from fednl.data.prompt_template import LabelledExample, Template
 from fednl.data.settings import DataSettings
+from fednl.data.well_known_texts import WELL_KNOWN, well_known_words
 from fednl.errors import DataError, SettingsError
 from fednl.seeding import python_rng
 
@@ -78,23 +81,18 @@ def client_names(settings: DataSettings) -> list[str]:
     Raises:
         SettingsError: a held-out client does not take part, or no client is left to train.
     """
-    width = max(2, len(str(settings.clients)))
-    names = [f"client-{number:0{width}}" for number in range(1, settings.clients + 1)]
-    for name in settings.hold_out_clients:
-        if name not in names:
-            raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from '
-                f"{names[0]} to {names[-1]}."
-            )
-    if len(set(settings.hold_out_clients)) == len(names):
-        raise SettingsError("data.hold-out-clients names every client, so that none trains; leave one out.")
+    names = numbered_clients(settings.clients)
+    check_held_out(settings, names)
     return names
 
 
 def _words(own: ClassificationSettings, rows: Sequence[LabelledText]) -> dict[str, str]:
     """The classes and the words that stand for them, in the order in which they are offered."""
     counts = Counter(row.label for row in rows)
-    words = dict(map(label_word, own.labels or sorted(counts)))
+    if own.labels and own.labels[0] in WELL_KNOWN:
+        words = well_known_words(own.labels[0], counts)
+    else:
+        words = dict(map(label_word, own.labels or sorted(counts)))
     for label in words:
         if counts[label] < len(SPLITS):
             raise DataError(

@@ -14,6 +14,8 @@ from pathlib import Path
 from fednl.data import grammar, standard_library
 from fednl.data.examples import Tokenizer, encode_texts
 from fednl.data.haystack import Region
+from fednl.data.labelled_texts import read_labelled
+from fednl.data.packaged_texts import PACKAGED_TEXTS
 from fednl.errors import DataError, SettingsError
 from fednl.seeding import python_rng
 
@@ -42,33 +44,47 @@ class FillerText:
     size_bytes: int
 
 
-def load_filler(name: str, seed: int = 0) -> FillerText:
+def load_filler(name: str, seed: int = 0, key: str = "data.filler") -> FillerText:
     """Reads or makes the filler that `data.filler` names.
 
     Args:
-        name: `"standard-library"`, `"generated"`, or the path of a UTF-8 text file (a byte-order mark is
-            ignored).
+        name: `"standard-library"`, `"generated"`, a packaged set of texts (`"bbc-news"`) or one class of it
+            (`"bbc-news/tech"`), or the path of a UTF-8 text file (a byte-order mark is ignored).
         seed: of the generated sentences; the other fillers have no randomness.
+        key: the setting that names it, for messages.
 
     Raises:
-        SettingsError: the file does not exist or is no file.
-        DataError: the file is not UTF-8 or holds no text, or this Python has no sources to read.
+        SettingsError: the file does not exist or is no file, or the set has no such class.
+        DataError: the file is not UTF-8 or holds no text, this Python has no sources to read, or a packaged set cannot
+            be fetched.
     """
-    if name == STANDARD_LIBRARY:
+    if name.partition("/")[0] in PACKAGED_TEXTS:
+        text = _packaged(name, key)
+    elif name == STANDARD_LIBRARY:
         text = standard_library.prose()
     elif name == GENERATED:
         text = generated_text(python_rng(seed, "filler"))
     else:
-        text = _read(name)
+        text = _read(name, key)
     raw = text.encode("utf-8")
     return FillerText(name, text, hashlib.sha256(raw).hexdigest(), len(raw))
 
 
-def _read(name: str) -> str:
+def _packaged(name: str, key: str) -> str:
+    """A packaged set's texts, one after the other in an order that mixes their classes; equal texts once."""
+    whole, _, label = name.partition("/")
+    rows = read_labelled(whole)
+    if label and label not in (known := sorted({row.label for row in rows})):
+        raise SettingsError(f'{key} names "{name}"; the classes of {whole} are: {", ".join(known)}.')
+    texts = [row.text for row in rows if row.label == (label or row.label)]
+    return "\n\n".join(sorted(texts, key=lambda text: hashlib.sha256(text.encode("utf-8")).digest()))
+
+
+def _read(name: str, key: str) -> str:
     path = Path(name).expanduser()
     if not path.is_file():
         raise SettingsError(
-            f'data.filler is "{name}", which is not a file; give the path of a UTF-8 text file,'
+            f'{key} is "{name}", which is not a file; give the path of a UTF-8 text file,'
             f' "{STANDARD_LIBRARY}" or "{GENERATED}".'
         )
     try:
@@ -147,7 +163,7 @@ def split_regions(filler: FillerText, tokenizer: Tokenizer, tokens: int) -> dict
     total = len(whole.ids)
     for split, share in zip(SPLITS, accumulate(SHARES), strict=True):
         last = sum(start < share * total - 0.5 for start in whole.starts)
-        regions[split] = _slice(whole, first, last)
+        regions[split] = whole.part(first, last)
         first = last
     shortest = min(len(region.ids) for region in regions.values())
     if shortest < tokens:
@@ -158,16 +174,6 @@ def split_regions(filler: FillerText, tokenizer: Tokenizer, tokens: int) -> dict
             f" {tokens}; name a text of at least {needed} bytes in data.filler, or lower data.tokens."
         )
     return regions
-
-
-def _slice(whole: Region, first: int, last: int) -> Region:
-    offsets = (*whole.starts, len(whole.ids))
-    base = offsets[first]
-    return Region(
-        whole.ids[base : offsets[last]],
-        tuple(start - base for start in whole.starts[first:last]),
-        whole.sentences[first:last],
-    )
 
 
 def generated_text(rng: random.Random, count: int = _GENERATED_SENTENCES) -> str:

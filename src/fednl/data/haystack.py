@@ -84,6 +84,16 @@ class Region:
         first = bisect_right(self.starts, start) - 1
         return " ".join(self.sentences[first : bisect_left(self.starts, end)])
 
+    def part(self, first: int, last: int) -> Region:
+        """The sentences from number `first` up to `last`, as a text of their own."""
+        offsets = (*self.starts, len(self.ids))
+        base = offsets[first]
+        return Region(
+            self.ids[base : offsets[last]],
+            tuple(start - base for start in self.starts[first:last]),
+            self.sentences[first:last],
+        )
+
     def draw(self, length: int, avoid: Sequence[str], rng: random.Random) -> int:
         """Picks where a slice begins: at a random sentence, such that no text of `avoid` is in it.
 

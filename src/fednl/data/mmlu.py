@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
+from fednl.data.held_out import check_held_out
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
@@ -158,11 +159,7 @@ def client_names(settings: DataSettings, known: Sequence[str]) -> list[str]:
             f"data.clients is {settings.clients}, but mmlu.groups has {len(known)}: {', '.join(known)}; lower it."
         )
     names = list(known[: settings.clients])
-    for name in settings.hold_out_clients:
-        if name not in names:
-            raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from {", ".join(names)}.'
-            )
+    check_held_out(settings, names)
     return names
 
 

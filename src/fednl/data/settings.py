@@ -30,7 +30,8 @@ class DataSettings(Section):
         questions: how many of a training haystack's needles are asked for, one after the other; testing always
             asks for one.
         filler: what surrounds the needles: `"standard-library"` (prose from the docstrings of the running
-            Python), `"generated"` (sentences from a small grammar), or the path of a UTF-8 text file.
+            Python), `"generated"` (sentences from a small grammar), a packaged set of texts or a class of it
+            (`"bbc-news"`, `"bbc-news/tech"`), or the path of a UTF-8 text file.
     """
 
     task: str = "needles"

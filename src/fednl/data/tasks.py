@@ -30,6 +30,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "needles": ("fednl.data.needles:build",),
     "public": ("fednl.data.public:build",),
     "mmlu": ("fednl.data.mmlu:build", "fednl.data.mmlu:MmluSettings"),
+    "text": ("fednl.data.text:build", "fednl.data.text:TextSettings"),
     "classification": ("fednl.data.classification:build", "fednl.data.classification_settings:ClassificationSettings"),
 }
 

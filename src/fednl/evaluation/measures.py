@@ -30,6 +30,26 @@ class Metric:
         """Its heading in a table of several metrics."""
         return "nats/token" if self.kind == "loss" else f"{self.short}, %"
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of it is better: of everything but a loss."""
+        return self.kind != "loss"
+
+    @property
+    def scale(self) -> float:
+        """What a value is multiplied with to be written: a loss is written as it is, the others in percent."""
+        return 1.0 if self.kind == "loss" else 100.0
+
+    @property
+    def form(self) -> str:
+        """How a written value is rounded, as `format` takes it."""
+        return ".2f" if self.kind == "loss" else ".1f"
+
+    @property
+    def gap_unit(self) -> str:
+        """The unit of a difference between two arms, as it is written."""
+        return "nats/token" if self.kind == "loss" else "pp"
+
 
 METRICS: dict[str, Metric] = {
     "candidates": Metric("Right candidate of four, %", "candidates", "correct", "share", has_chance=True),
@@ -38,6 +58,9 @@ METRICS: dict[str, Metric] = {
     "recall": Metric("Exact recall, %", "recall", "recall", "share"),
     "nats_per_token": Metric(
         "Cross-entropy of the right answer, nats/token (lower is better)", "nats per token", "nats_per_token", "loss"
+    ),
+    "text_nats_per_token": Metric(
+        "Cross-entropy of the text, nats/token (lower is better)", "nats per token of text", "nats_per_token", "loss"
     ),
 }
 """Every metric, in the order of the tables."""
@@ -91,8 +114,8 @@ NEEDLES = Measure(
 )
 CLASSIFICATION = Measure(
     metrics=("accuracy", "macro_f1", "nats_per_token"),
-    arms=("zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"),
-    pairs=_against("federated", "zero-shot", "local-icl", "federated-lora", "local-only", "pooled"),
+    arms=("zero-shot", "window-only", "local-icl", "federated-lora", "federated", "local-only", "pooled"),
+    pairs=_against("federated", "zero-shot", "window-only", "local-icl", "federated-lora", "local-only", "pooled"),
     validates_answers=True,
 )
 MMLU = Measure(
@@ -102,7 +125,20 @@ MMLU = Measure(
         "federated", "full-attention", "window-only", "public-rules", "federated-lora", "local-only", "pooled"
     ),
 )
+TEXT = Measure(
+    metrics=("text_nats_per_token",),
+    arms=("full-attention", "window-only", "public-rules", "federated-lora", "federated", "local-only", "pooled"),
+    pairs=_against(
+        "federated", "full-attention", "window-only", "public-rules", "federated-lora", "local-only", "pooled"
+    ),
+)
 
 # What is measured of a new task is one line here.
-MEASURES: dict[str, Measure] = {"needles": NEEDLES, "public": NEEDLES, "mmlu": MMLU, "classification": CLASSIFICATION}
+MEASURES: dict[str, Measure] = {
+    "needles": NEEDLES,
+    "public": NEEDLES,
+    "mmlu": MMLU,
+    "text": TEXT,
+    "classification": CLASSIFICATION,
+}
 """By task."""

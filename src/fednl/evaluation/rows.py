@@ -201,7 +201,7 @@ def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) 
     else:
         gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if kind == "share" else None)
     row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
-    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=kind != "loss")}
+    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=METRICS[metric].higher_is_better)}
     if kind == "share":
         row["p"] = mcnemar(*([value > 0 for client in x for value in arm[client]] for arm in (x, y)))
         # Four wins and no loss among thirty push a bootstrap off zero, yet are nothing a coin would not do.

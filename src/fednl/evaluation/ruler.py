@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fednl.evaluation.rows import MACRO, Row
-from fednl.evaluation.scoring import cache_argument
 from fednl.evaluation.statistics import Interval, bootstrap_mean, macro_mean
+from fednl.memory.sites import cache_argument
 
 
 class RulerQuestion(Protocol):
@@ -61,17 +61,6 @@ def match_all(answer: str, wanted: Sequence[str]) -> float:
     """
     written = _cleaned(answer)
     return sum(text.lower() in written for text in wanted) / len(wanted)
-
-
-def match_part(answer: str, wanted: Sequence[str]) -> float:
-    """Gives 1 if an answer contains any of the wanted texts, else 0; RULER's measure of question answering.
-
-    Args: as `match_all`.
-
-    Source: `string_match_part` of RULER's public code.
-    """
-    written = _cleaned(answer)
-    return float(any(text.lower() in written for text in wanted))
 
 
 def answer_ruler(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import MACRO, Row
 from fednl.evaluation.statistics import LEVEL, Difference
 
@@ -86,7 +87,7 @@ def _judged(of: str, by_seed: Mapping[int, float]) -> tuple[Difference | None, s
         return None, TOO_FEW
     interval = mean_over_seeds(by_seed)
     enough = len(by_seed) >= LEAST_SEEDS
-    return interval, str(interval.verdict(higher_is_better=of != "nats_per_token")) if enough else TOO_FEW
+    return interval, str(interval.verdict(higher_is_better=METRICS[of].higher_is_better)) if enough else TOO_FEW
 
 
 def same_but_seed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fednl.errors import DataError
+from fednl.evaluation.measures import METRICS
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import CHANCE, MACRO, Row
 from fednl.evaluation.statistics import LEVEL, Difference, Interval, macro_difference, macro_mean
@@ -18,7 +19,6 @@ FORGETTING, BACKWARD_TRANSFER = "forgetting", "backward_transfer"
 SUMMARIES = (FORGETTING, BACKWARD_TRANSFER)
 STREAM_METRICS = ("candidates", "nats_per_token")
 
-_FIELD = {"candidates": "correct", "nats_per_token": "nats_per_token"}
 Table = Mapping[int, Mapping[int, Mapping[str, Sequence[float]]]]
 """after -> task -> client -> outcomes in the order of the questions."""
 
@@ -75,7 +75,7 @@ def _table(
             task = list(orders[outcome.client]).index(outcome.task) + 1
             if task <= after:
                 clients = table.setdefault(after, {}).setdefault(task, {})
-                clients.setdefault(outcome.client, []).append(float(getattr(outcome, _FIELD[metric])))
+                clients.setdefault(outcome.client, []).append(float(getattr(outcome, METRICS[metric].field)))
         for task, clients in table[after].items():
             for client in clients:
                 found = sorted(
@@ -90,13 +90,14 @@ def _table(
 
 
 def _cells(table: Table, metric: str, seed: int, resamples: int) -> list[Row]:
-    bounds = (0.0, 1.0) if metric == "candidates" else None
+    counted = METRICS[metric].kind == "share"
+    bounds = (0.0, 1.0) if counted else None
     rows = []
     for after, tasks in table.items():
         for task, clients in sorted(tasks.items()):
             interval = macro_mean(clients, seed, LEVEL, resamples, bounds)
             rows.append({"metric": metric, "after": after, "task": task} | _numbers(interval))
-            if metric == "candidates":
+            if counted:
                 rows[-1] |= {"correct": int(sum(map(sum, clients.values()))), "chance": CHANCE}
     return rows
 
@@ -107,7 +108,7 @@ def _numbers(interval: Interval) -> Row:
 
 def _summaries(table: Table, metric: str, seed: int, resamples: int) -> list[Row]:
     last = max(table)
-    sign = 1.0 if metric == "candidates" else -1.0
+    sign = 1.0 if METRICS[metric].higher_is_better else -1.0
     final: dict[str, list[float]] = {}
     best: dict[str, list[float]] = {}
     just_after: dict[str, list[float]] = {}
@@ -117,7 +118,7 @@ def _summaries(table: Table, metric: str, seed: int, resamples: int) -> list[Row
             final.setdefault(client, []).extend(outcomes)
             best.setdefault(client, []).extend(table[top][task][client])
             just_after.setdefault(client, []).extend(table[task][task][client])
-    bounds = (-1.0, 1.0) if metric == "candidates" else None
+    bounds = (-1.0, 1.0) if METRICS[metric].kind == "share" else None
     forgetting = macro_difference(*((best, final) if sign > 0 else (final, best)), seed, LEVEL, resamples, bounds)
     transfer = macro_difference(final, just_after, seed, LEVEL, resamples, bounds)
     return [_summary(FORGETTING, metric, forgetting), _summary(BACKWARD_TRANSFER, metric, transfer)]

@@ -17,7 +17,7 @@ def cell(row: Row | None, metric: str) -> str:
     """
     if row is None or "value" not in row:
         return "-"
-    if metric == "nats_per_token":
+    if METRICS[metric].kind == "loss":
         return f"{row['value']:.2f}{bracket(row, 1, '.2f')}"
     # A client's interval is tens of points wide: decimals there would only look exact.
     return f"{100 * row['value']:.1f}{bracket(row, 100, '.1f' if row['client'] == MACRO else '.0f')}"
@@ -27,7 +27,7 @@ def narrow_cell(row: Row | None, metric: str) -> str:
     """A cell for a terminal: the value, and below it the interval to whole points."""
     if row is None or "low" not in row:
         return cell(row, metric)
-    if metric == "nats_per_token":
+    if METRICS[metric].kind == "loss":
         return f"{row['value']:.2f}\n{row['low']:.1f}-{row['high']:.1f}"
     return f"{100 * row['value']:.1f}\n{100 * row['low']:.0f}-{100 * row['high']:.0f}"
 
@@ -48,14 +48,15 @@ def bracket(row: Row, scale: float, form: str) -> str:
 def difference(row: Row) -> str:
     """One paired difference in words."""
     method, baseline = (escape(ARMS.get(row[key], row[key])) for key in ("method", "baseline"))
-    if row["of"] == "nats_per_token":
-        gap = f"{row['value']:+.2f} nats/token, 95% interval{bracket(row, 1, '+.2f')}"
-    else:
-        gap = f"{100 * row['value']:+.1f} pp, 95% interval{bracket(row, 100, '+.1f')}"
+    metric = METRICS[row["of"]]
+    form = f"+{metric.form}"
+    gap = (
+        f"{format(metric.scale * row['value'], form)} {metric.gap_unit}, 95% interval{bracket(row, metric.scale, form)}"
+    )
     chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
     over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")
     verdict = row.get("verdict", "no verdict")
-    return f"{METRICS[row['of']].short}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
+    return f"{metric.short}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"
 
 
 def _p(value: float) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fednl.evaluation.cohort import COHORT, SPREAD, WORST
+from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import Row
 from fednl.evaluation.settings import ARMS
+from fednl.report.cells import bracket
 from fednl.report.words import escape, markdown_table
 
 _WORDS = {WORST: "worst client", SPREAD: "spread, best minus worst"}
@@ -17,7 +19,7 @@ def cohort_table(rows: Sequence[Row], metric: str) -> list[str]:
 
     Args:
         rows: the rows of one results file.
-        metric: `"candidates"` or `"nats_per_token"`; for `"recall"` there is none, as it mostly is 0.
+        metric: a name in `METRICS`; for `"recall"` there is no table, as it mostly is 0.
     """
     if metric == "recall":
         return []
@@ -36,7 +38,6 @@ def cohort_table(rows: Sequence[Row], metric: str) -> list[str]:
 def _cell(row: Row | None, metric: str) -> str:
     if row is None:
         return "-"
-    scale, form = (1.0, ".2f") if metric == "nats_per_token" else (100.0, ".1f")
-    ends = f" [{scale * row['low']:{form}}, {scale * row['high']:{form}}]" if "low" in row else ""
+    scale, form = METRICS[metric].scale, METRICS[metric].form
     who = f" ({escape(row['of'][0])})" if row["client"] == WORST else ""
-    return f"{scale * row['value']:{form}}{ends}{who}"
+    return f"{format(scale * row['value'], form)}{bracket(row, scale, form)}{who}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import Row
 from fednl.evaluation.seeds import LEAST_SEEDS, OverSeeds, over_seeds, same_but_seed
 from fednl.evaluation.settings import ARMS
@@ -53,7 +54,8 @@ def _table(found: Sequence[OverSeeds]) -> str:
 
 
 def _line(one: OverSeeds) -> list[str]:
-    scale, form, unit = (1.0, "+.2f", "nats/token") if one.of == "nats_per_token" else (100.0, "+.1f", "pp")
+    metric = METRICS[one.of]
+    scale, form, unit = metric.scale, f"+{metric.form}", metric.gap_unit
     names = [escape(ARMS.get(arm, arm)) for arm in (one.method, one.baseline)]
     by_seed = ", ".join(f"{format(scale * value, form)} ({seed})" for seed, value in sorted(one.by_seed.items()))
     mean = "-"

@@ -251,12 +251,19 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
     own = _section(config, str(data.get("task", "")))
     if own:
-        words = (f"{key} {escape(Path(value).name if key == 'source' else value)}" for key, value in own.items())
+        words = (f"{key} {_without_folders(key, value)}" for key, value in own.items())
         return "; ".join([*parts, ", ".join(words)])
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"
     digest = facts.get("filler_sha256")
     parts.append(f"{filler} (sha256 {escape(digest)})" if digest else filler)
     return "; ".join(part for part in parts if part)
+
+
+def _without_folders(key: str, value: Any) -> str:
+    """A task's own setting; of the places where its texts come from the last part, as folders are private."""
+    if key == "sources" and isinstance(value, list):
+        return ", ".join(escape(Path(str(source)).name) for source in value)
+    return escape(Path(value).name if key == "source" else value)
 
 
 def _training(config: Mapping[str, Any]) -> str:

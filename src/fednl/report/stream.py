@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.errors import CheckpointError
+from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import Row
 from fednl.evaluation.settings import ARMS
 from fednl.evaluation.stream import BACKWARD_TRANSFER, FORGETTING, STREAM_METRICS
 from fednl.federation.algorithms import ALGORITHMS
+from fednl.report.cells import bracket
 from fednl.report.words import escape, markdown_table, percent
 from fednl.runs import Run
 
 NAME = "stream"
-_TITLES = {
-    "candidates": "Right candidate of four, %",
-    "nats_per_token": "Cross-entropy of the right answer, nats/token",
-}
-_SCALES = {"candidates": 100.0, "nats_per_token": 1.0}
 
 
 def one_task_line(config: Mapping[str, Any]) -> list[str]:
@@ -54,7 +51,7 @@ def stream_section(run: Run) -> list[str]:
     for metric in STREAM_METRICS:
         own = [row for row in rows if metric in (row["metric"], row.get("of"))]
         if own:
-            parts += [f"### {_TITLES[metric]}", _table(own, metric), _behind(own, metric)]
+            parts += [f"### {METRICS[metric].title}", _table(own, metric), _behind(own, metric)]
     parts.append(
         "Forgetting: the best that a task was answered before the last one, against now, mean over all tasks but the "
         "last; more is worse. Backward transfer: now against just after the task; for accuracy more is better, for "
@@ -87,10 +84,9 @@ def _table(rows: Sequence[Row], metric: str) -> str:
 def _cell(row: Row | None, metric: str) -> str:
     if row is None:
         return "-"
-    scale, form = _SCALES[metric], ".1f" if metric == "candidates" else ".2f"
+    scale, form = METRICS[metric].scale, METRICS[metric].form
     form = form if "after" in row else f"+{form}"
-    value, low, high = (format(scale * row[key], form) for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    return f"{format(scale * row['value'], form)}{bracket(row, scale, form)}"
 
 
 def _behind(rows: Sequence[Row], metric: str) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # A new table is one file and one line here: where its `Table` stands.
 TABLES: dict[str, str] = {
     "needles": "fednl.reproduce.needles:TABLE",
+    "streaming": "fednl.reproduce.streaming:TABLE",
+    "ablation": "fednl.reproduce.ablation:TABLE",
 }
 
 SCALES: dict[str, str] = {
