@@ -110,27 +110,27 @@ def test_fedweit_answers_an_old_task_with_that_tasks_own_parts_and_the_base_as_i
     run = train(config, tmp_path / "run")
     bench, algorithm = Bench(config), make_algorithm(config, "federated")
     answers = load_outcomes(run.path / "results/needles.outcomes.jsonl")["federated"]
-    assert [one.index for one in answers if one.client == "client-1"] == list(range(4))  # in the order asked
+    assert [one.index for one in answers if one.client == "client-01"] == list(range(4))  # in the order asked
     newest = load_round(run.path / "checkpoints", 2)
-    rules = algorithm.answers(newest.params, newest.client_states["client-1"])
+    rules = algorithm.answers(newest.params, newest.client_states["client-01"])
     base = {name: tensor for name, tensor in rules.items() if "/" not in name}
     assert equal(base, final(run))
     for task in two["order"]:
         own_rules = {name.removeprefix(f"{task}/"): t for name, t in rules.items() if name.startswith(f"{task}/")}
         assert own_rules.keys() == base.keys() and not equal(own_rules, base)
-        expected = bench.score("federated", "client-1", own_rules, lambda facts: None, [task])
-        assert [one for one in answers if (one.client, one.task) == ("client-1", task)] == expected
-        assert bench.score("federated", "client-1", base, lambda facts: None, [task]) != expected
+        expected = bench.score("federated", "client-01", own_rules, lambda facts: None, [task])
+        assert [one for one in answers if (one.client, one.task) == ("client-01", task)] == expected
+        assert bench.score("federated", "client-01", base, lambda facts: None, [task]) != expected
     # After the first task the second one's questions are not asked, and the first one's with its own parts.
     first = load_round(run.path / "checkpoints", 1)
-    then = algorithm.answers(first.params, first.client_states["client-1"])
+    then = algorithm.answers(first.params, first.client_states["client-01"])
     kept = load_outcomes(run.path / "results/stream.outcomes.jsonl")["federated@1"]
-    expected = bench.score("federated", "client-1", then, lambda facts: None, ["passkey"])
-    assert [one for one in kept if one.client == "client-1"] == expected
+    expected = bench.score("federated", "client-01", then, lambda facts: None, ["passkey"])
+    assert [one for one in kept if one.client == "client-01"] == expected
     # What validation measured after the last round, too.
     told = [row["validation_loss"] for row in run.read_jsonl("rounds.jsonl")[-1]["clients"]]
-    assert told[0] == pytest.approx(bench.validate("federated", "client-1", rules)[0], rel=1e-9)
-    assert told[0] != pytest.approx(bench.validate("federated", "client-1", base)[0], rel=1e-9)
+    assert told[0] == pytest.approx(bench.validate("federated", "client-01", rules)[0], rel=1e-9)
+    assert told[0] != pytest.approx(bench.validate("federated", "client-01", base)[0], rel=1e-9)
     # Whoever loads the run has the base.
     model, _ = load(run.path)
     assert all(torch.equal(tensor, final(run)[name]) for name, tensor in rules_of(model).items())
