@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fednl.arms import TRAINED
+from fednl.arms import TRAINED, make_algorithm
 from fednl.client import Bench
 from fednl.errors import CheckpointError, DataError, SettingsError
 from fednl.evaluation.outcomes import load_outcomes
@@ -73,6 +73,10 @@ def test_other_settings_never_overwrite_the_runs_own(backbone: Path) -> None:
     ]:
         config = own.with_overrides([override])
         assert results_name(config.data.task, changed_settings(own, config)) == name
+    # What a task does not read of how examples are spread changes none of its questions.
+    tailed, public = settings(backbone, data={"imbalance": 10.0}), settings(backbone, data={"task": "public"})
+    assert changed_settings(tailed, public) == {}
+    assert changed_settings(tailed, own) == {"data.imbalance": 1.0}
 
 
 def test_rows_are_what_the_outcomes_say_by_hand(run: Run) -> None:
@@ -139,6 +143,19 @@ def test_each_client_is_measured_with_its_own_private_rules(run: Run, monkeypatc
     private = [name for name in final if f"private/{name}" in newest.client_states["passkey"]]
     assert private and "layers.1.memory.projection.v_up" not in private
     assert any(not torch.equal(used["passkey"][name], used["uuid-code"][name]) for name in private)
+
+
+def test_fedalas_clients_answer_with_their_own_rules_though_all_are_shared(backbone: Path, tmp_path: Path) -> None:
+    small = {"data": {"clients": 2, "train": 2, "validation": 0, "test": 1}, "evaluation": {"arms": ["federated"]}}
+    config = settings(backbone, federation={"algorithm": "fedala"}, training={"rounds": 1, "local-lr": 0.3}, **small)
+    run = train(config, tmp_path / "run")
+    newest = load_newest(run.path / "checkpoints")
+    assert newest is not None and set(make_algorithm(config, "federated").shared(newest.params)) == set(newest.params)
+    bench, answers = Bench(config), load_outcomes(run.path / "results/needles.outcomes.jsonl")["federated"]
+    for client, state in newest.client_states.items():
+        own = bench.score("federated", client, personal(newest.params, state), lambda facts: None)
+        assert [one for one in answers if one.client == client] == own
+        assert bench.score("federated", client, newest.params, lambda facts: None) != own
 
 
 def test_validation_uses_each_clients_own_private_rules_too(run: Run) -> None:

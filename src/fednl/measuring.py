@@ -10,6 +10,7 @@ from typing import Any
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.long_tail import thirds
+from fednl.data.tasks import not_read
 from fednl.errors import CheckpointError, DataError, FednlError, SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
@@ -18,7 +19,7 @@ from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
-from fednl.federation.params import Params, personal, shared_groups
+from fednl.federation.params import Params, shared_groups
 from fednl.federation.pool import Job
 from fednl.federation.wire import pack, unpack
 from fednl.origin import FILE
@@ -36,11 +37,12 @@ _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
 def changed_settings(own: Config, config: Config) -> dict[str, Any]:
     """Gives the settings under which a run's rules meet other questions than the run's own, by `section.key`."""
     then, now = own.to_dict(), config.to_dict()
+    same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(config.data.task)}
     return {
         f"{section}.{key}": value
         for section in ("data", "memory", "evaluation")
         for key, value in now[section].items()
-        if value != then[section].get(key) and f"{section}.{key}" not in _SAME_QUESTIONS
+        if value != then[section].get(key) and f"{section}.{key}" not in same
     }
 
 
@@ -222,7 +224,8 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
     algorithm = make_algorithm(config, rules)
-    if len(algorithm.shared(params)) + len(algorithm.given(params)) == len(params):
+    travels = len(algorithm.shared(params)) + len(algorithm.given(params))
+    if travels == len(params) and not algorithm.traits.keeps_own:
         return dict.fromkeys(clients, params)
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)
@@ -231,7 +234,7 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
             f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
             f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
         )
-    return {client: personal(params, checkpoint.client_states.get(client, {})) for client in clients}
+    return {client: algorithm.answers(params, checkpoint.client_states.get(client, {})) for client in clients}
 
 
 def _shared(run: Run, config: Config, rules: str) -> list[str]:
