@@ -217,6 +217,16 @@ def test_only_what_is_missing_is_measured_where_nothing_is_wanted_anew(run: Run)
     assert set(load_outcomes(run.path / "results/needles-640.outcomes.jsonl")) == {"window-only", "federated"}
 
 
+def test_some_clients_alone_are_asked_and_one_without_questions_is_refused(run: Run) -> None:
+    evaluate(run.path, overrides=["evaluation.arms=['federated']", "evaluation.clients=['name-date']"])
+    rows = run.read_json("results/needles-clients-name-date.json")["rows"]
+    assert {row["client"] for row in rows if row["metric"] == "candidates"} - {"macro", "worst", "spread"} == {
+        "name-date"
+    }
+    with pytest.raises(SettingsError, match=r'clients names "law", who has no test questions; choose from passkey'):
+        evaluate(run.path, overrides=["evaluation.clients=['law']"])
+
+
 def test_results_under_other_settings_say_so(run: Run) -> None:
     evaluate(run.path, overrides=["memory.window-tokens=200", "evaluation.arms=['federated']"])
     assert run.read_json("results/needles-window-tokens-200.json")["changed"] == {"memory.window-tokens": 200}

@@ -11,7 +11,7 @@ from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.long_tail import thirds
 from fednl.data.tasks import not_read
-from fednl.errors import CheckpointError, DataError, FednlError
+from fednl.errors import CheckpointError, DataError, FednlError, SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fednl.evaluation.rows import result_rows
@@ -85,7 +85,7 @@ def measure(
     measured_of = MEASURES[config.data.task]
     name = results_name(config.data.task, changed or {})
     path = run.folder("results") / f"{name}{OUTCOMES}"
-    asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
+    asked = {arm: _asked(run, facts, arm, config.evaluation.clients) for arm in VIEWS}
     found = {
         arm: outcomes
         for arm, outcomes in earlier(path, on_event).items()
@@ -155,9 +155,14 @@ def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 
-def _asked(run: Run, facts: Mapping[str, Any], arm: str) -> dict[str, int]:
+def _asked(run: Run, facts: Mapping[str, Any], arm: str, clients: Collection[str]) -> dict[str, int]:
     """Which clients answer in an arm, and how many questions; one that did not train has no rules of its own."""
     tests = {row["client"]: row["n"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
+    if unknown := [client for client in clients if client not in tests]:
+        raise SettingsError(
+            f'[evaluation] clients names "{unknown[0]}", who has no test questions; choose from {", ".join(tests)}.'
+        )
+    tests = {client: n for client, n in tests.items() if not clients or client in clients}
     if VIEWS[arm].rules != "local-only":
         return tests
     rows = run.read_json(FILE)["rows"]
