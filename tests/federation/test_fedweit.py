@@ -18,9 +18,9 @@ from fednl.federation.checkpoint import load_newest
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, check_exchange
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.message import Message
-from fednl.federation.params import Params, equal, value_and_gradient
+from fednl.federation.params import Params, equal, finite, value_and_gradient
 from fednl.federation.settings import FederationSettings
-from fednl.federation.transport import Reply
+from fednl.federation.transport import InProcessTransport, Reply
 
 PART = 2 / 3  # the mask that a task starts with
 
@@ -114,7 +114,8 @@ def test_rows_are_averaged_over_those_that_sent_them() -> None:
 def test_a_client_leaves_out_its_lowest_rows_and_rows_that_are_alike_all_count() -> None:
     algorithm, received = weit(unsent=0.5), Message({"w": torch.zeros(4, 2, dtype=torch.float64)})
     rules = {"w": torch.ones(4, 2, dtype=torch.float64), "now/adaptive/w": torch.zeros(4, 2, dtype=torch.float64)}
-    for mask, counts in ((numbers(3, 1, 2, 0), numbers(1, 0, 1, 0)), (numbers(1, 1, 1, 1), numbers(1, 1, 1, 1))):
+    nan, alike = numbers(1, float("nan"), 2, 3), numbers(1, 1, 1, 1)
+    for mask, counts in ((numbers(3, 1, 2, 0), numbers(1, 0, 1, 0)), (alike, alike), (nan, alike)):
         reply, _ = algorithm.finish({**rules, "now/mask/w": mask}, received, {}, Bowl(numbers(0.0)))
         assert torch.equal(reply.extra["sent/w"], counts)
         assert torch.equal(reply.params["w"], counts[:, None].expand(4, 2))
@@ -278,3 +279,32 @@ def test_the_penalty_is_added_to_the_loss_once() -> None:
 def test_refuses(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         FedWeItSettings.model_validate(fields)
+
+
+def test_in_a_stream_neither_the_order_of_clients_nor_of_replies_changes_a_bit(tmp_path: Path) -> None:
+    toy, turned = stream(tmp_path / "a"), stream(tmp_path / "b")
+    turned.sizes = dict(reversed(toy.sizes.items()))
+    first, second = toy.transport(), turned.transport(lambda replies: [replies[number] for number in (2, 0, 3, 1)])
+    assert equal(toy.run(first), turned.run(second))
+    for client, state in first.states().items():
+        assert equal(second.states()[client], state)
+
+
+def test_a_diverged_client_is_refused_and_no_row_of_it_is_left_out_in_silence(tmp_path: Path) -> None:
+    toy = stream(tmp_path / "r", task_rounds=0)
+    toy.training = toy.training.model_copy(update={"rounds": 1})
+    endpoint = toy.endpoint()
+
+    def diverged(client: str, message: Message, *rest: Any) -> Any:
+        bad = {name: tensor * float("nan") for name, tensor in message.params.items()}
+        return endpoint(client, replace(message, params=bad) if client == "bob" else message, *rest)
+
+    assert finite(toy.run(InProcessTransport(diverged, SIZES)))
+    assert toy.rows()[0]["refused"] == {"non-finite": 1}
+
+
+def test_every_rules_entries_stand_in_the_same_order_of_clients() -> None:
+    names, clients = ("context.lambda", "layers.0.memory.gate.bias"), ("a", "a/d", "b")
+    state = {f"adaptive/{c}/{n}": numbers(place) for n in names for place, c in enumerate(clients)}
+    told = weit().broadcast({}, dict(sorted(state.items())))
+    assert all(torch.equal(told[f"adaptive/{name}"], numbers(0, 1, 2)[:, None]) for name in names)

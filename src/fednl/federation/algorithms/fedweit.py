@@ -115,7 +115,7 @@ class FedWeIt(FedAvg):
         import torch
 
         known: dict[str, list[torch.Tensor]] = {}
-        for key in sorted(server_state):
+        for key in sorted(server_state, key=lambda key: key.rpartition("/")[0]):  # by client, whatever the rule
             known.setdefault(f"adaptive/{key.rpartition('/')[2]}", []).append(server_state[key])
         return {name: torch.stack(tensors) for name, tensors in known.items()}
 

@@ -89,7 +89,8 @@ def counting(mask: torch.Tensor, unsent: float) -> torch.Tensor:
         mask: logits, `[rows]` or a single one.
         unsent: which quantile, from 0 to below 1.
     """
-    return (mask >= mask.reshape(-1).quantile(unsent)).to(mask.dtype)
+    # Asked this way round, NaN counts: what diverged is sent, refused and counted, and not left out in silence.
+    return (~(mask < mask.reshape(-1).quantile(unsent))).to(mask.dtype)
 
 
 def mean_of_senders(start: torch.Tensor, mean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
