@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fednl.models import BackboneSettings, load_backbone
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
 from fednl.models.context_vectors import (
-    COEFFICIENTS,
-    VECTORS,
     attach_context,
     context_of,
     context_params,

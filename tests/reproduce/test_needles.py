@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from fednl.errors import Interrupted, SettingsError
-from fednl.reproduce import keeping, needles, sitting, table_named
+from fednl.reproduce import keeping, needles, table_named
 from fednl.reproduce.papers import NEEDLES
 from fednl.reproduce.sitting import Sitting
+from fednl.reproduce.tiny import tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_the_papers_numbers_stand_in_their_own_column(folder: Path) -> None:
     text = reproduce(folder)
     first = next(part for part in text.split("\n\n") if part.startswith("| method"))
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
-    assert lines[0][1:] == ["right of four, %, 430 tokens (measured here)", "average (reported by the paper)"]
+    assert lines[0][1:] == ["candidates, %, 430 tokens (measured here)", "average (reported by the paper)"]
     by_name = {line[0]: line[1:] for line in lines[2:]}
     assert by_name["FedNL"][1] == "29.7" and "[" in by_name["FedNL"][0]
     assert by_name["FedProx"] == ["-", "20"]
@@ -86,8 +87,8 @@ def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_
         "high": 0.8,
         "n": 9,
     }
-    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], 8192, 8192)[1]
-    assert "no share" in needles.closed_lines([row], 16_384, 8192)[1]
+    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], needles.asked_at(8192), 8192)[1]
+    assert "no share" in needles.closed_lines([row], needles.asked_at(16_384), 8192)[1]
 
 
 def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -
     from fednl.models.tiny import byte_tokenizer
 
     place = Sitting(table_named("needles"), "small", tmp_path)
-    filler = sitting.tiny_settings(tmp_path)["data"]["filler"]
+    filler = tiny_settings(tmp_path)["data"]["filler"]
     prompts = []
     for method in (needles.FEDNL, needles.FULL_LORA):
         config = place.config(method).with_overrides(

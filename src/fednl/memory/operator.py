@@ -119,16 +119,41 @@ def delta_rule(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
-    if k.ndim == 4 and k.shape[1] <= RECURRENCE_TOKENS:
+    if k.ndim == 4 and (k.shape[1] == 0 or (doc_ids is not None and k.shape[1] <= RECURRENCE_TOKENS)):
         return delta_rule_reference(q, k, v, beta, log_decay=log_decay, state=state, doc_ids=doc_ids)
     check_arguments(q, k, v, beta, log_decay, state, doc_ids)
     dtype = compute_dtype(q, k, v, beta, log_decay, state)
     with autocast_off(q.device):
+        if k.shape[1] <= RECURRENCE_TOKENS:
+            return _recurrence(q, k, v, beta, log_decay, start_state(k, v, state, dtype))
         log = _log_factors(beta, log_decay, doc_ids, dtype)
         inputs = (q, k, v, beta.to(dtype), log, start_state(k, v, state, dtype))
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         out, memory = _ChunkedDeltaRule.apply(*inputs, chunk_tokens, keep)  # type: ignore[no-untyped-call]
     return out, memory
+
+
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence in three products a token; `state` is in the dtype computed in."""
+    batch, _, heads = k.shape[:3]
+
+    def rows(x: Tensor) -> Sequence[Tensor]:
+        """[batch, tokens, heads * G, ...] as [batch * heads, G, ...], one of each token."""
+        return unflatten(x.to(state.dtype), 2, heads).transpose(0, 1).flatten(1, 2).unbind(0)
+
+    memory, outs = state.flatten(0, 1), []
+    factors = None if log_decay is None else rows(log_decay.to(state.dtype).exp().unsqueeze(-1))
+    strengths = rows(beta.unsqueeze(-1))
+    for t, (queries, key, value) in enumerate(zip(rows(q), rows(k), rows(v), strict=True)):
+        if factors is not None:
+            memory = memory * factors[t]
+        write = strengths[t] * torch.baddbmm(value, key, memory, alpha=-1)
+        memory = torch.baddbmm(memory, key.mT, write)
+        outs.append(torch.bmm(queries, memory))
+    answers = unflatten(torch.stack(outs, 1), 0, batch).transpose(1, 2).flatten(2, 3)
+    return answers.to(q.dtype), memory.view(state.shape)
 
 
 def check_arguments(
@@ -317,12 +342,13 @@ def _run(u: Tensor, w: Tensor, carried: Tensor, read: Tensor | None, start: Tens
     """Turns `u` = T diag(b) V into U in place, chunk after chunk, and returns every state."""
     states = start.new_empty(chunks + 1, *start.shape)
     states[0] = start
-    u_at, w_at, k_at = (unflatten(x, 0, chunks) for x in (u, w, carried.mT))
-    factor = None if read is None else unflatten(read[:, -1:], 0, chunks)
-    for n in range(chunks):
-        torch.baddbmm(u_at[n], w_at[n], states[n], alpha=-1, out=u_at[n])
-        decayed = states[n] if factor is None else states[n] * factor[n]
-        torch.baddbmm(decayed, k_at[n], u_at[n], out=states[n + 1])
+    steps = states.unbind(0)  # taken apart once: every index costs as much as a small product
+    parts = [unflatten(x, 0, chunks).unbind(0) for x in (u, w, carried.mT)]
+    factors = None if read is None else unflatten(read[:, -1:], 0, chunks).unbind(0)
+    for n, (u_n, w_n, k_n) in enumerate(zip(*parts, strict=True)):
+        torch.baddbmm(u_n, w_n, steps[n], alpha=-1, out=u_n)
+        decayed = steps[n] if factors is None else steps[n] * factors[n]
+        torch.baddbmm(decayed, k_n, u_n, out=steps[n + 1])
     return states
 
 
@@ -358,12 +384,14 @@ def _run_back(seg: _Segment, d_out: Tensor, d_last: Tensor, chunk: int) -> tuple
     d_read = d_out if seg.read is None else _by_token(d_out, seg.read)
     torch.bmm(seg.kq[:, chunk:].mT, d_read, out=d_states[:-1].flatten(0, 1))
     carried = seg.kq[:, :chunk] if seg.carry is None else seg.kq[:, :chunk] * seg.carry
-    u_at, w_at, k_at = (unflatten(x, 0, chunks) for x in (d_u, seg.w.mT, carried))
-    factor = None if seg.read is None else unflatten(seg.read[:, -1:], 0, chunks)
-    for n in reversed(range(chunks)):
-        torch.baddbmm(u_at[n], k_at[n], d_states[n + 1], out=u_at[n])
-        d_states[n].add_(d_states[n + 1] if factor is None else d_states[n + 1] * factor[n])
-        torch.baddbmm(d_states[n], w_at[n], u_at[n], alpha=-1, out=d_states[n])
+    steps = d_states.unbind(0)
+    parts = [unflatten(x, 0, chunks).unbind(0) for x in (d_u, seg.w.mT, carried)]
+    factors = None if seg.read is None else unflatten(seg.read[:, -1:], 0, chunks).unbind(0)
+    for n, (u_n, w_n, k_n) in reversed(list(enumerate(zip(*parts, strict=True)))):
+        after = steps[n + 1]
+        torch.baddbmm(u_n, k_n, after, out=u_n)
+        steps[n].add_(after if factors is None else after * factors[n])
+        torch.baddbmm(steps[n], w_n, u_n, alpha=-1, out=steps[n])
     return d_u, d_states
 
 

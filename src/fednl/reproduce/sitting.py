@@ -10,12 +10,10 @@ from typing import Any
 
 from fednl.config import Config
 from fednl.evaluation.outcomes import Outcome
-from fednl.files import write_atomic
-from fednl.reproduce.keeping import OnEvent, answers, run_at
-from fednl.reproduce.table import Method, Page, Scale, Table
+from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
+from fednl.reproduce.table import Line, Method, Page, Scale, Table
+from fednl.reproduce.tiny import tiny_settings
 from fednl.runs import Run
-
-_TINY_SENTENCES = 500
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,10 @@ class Sitting:
 
     def config(self, method: Method) -> Config:
         """The settings of a method's run: the scale's, the method's own, then those from the command line."""
-        table = tiny_settings(self.out / "backbone") if self.scale == "tiny" else {}
-        return Config.from_dict(table).with_overrides([*self.size.of(method), *self.given])
+        folder = self.out / "tiny-model"
+        table = tiny_settings(folder) if self.scale == "tiny" else {}
+        sets = [one.replace("{folder}", str(folder)) for one in self.size.of(method)]
+        return Config.from_dict(table).with_overrides([*sets, *self.given])
 
     def run(self, method: Method) -> Run:
         """The run of a method with its rounds done and its own arms measured."""
@@ -66,6 +66,11 @@ class Sitting:
             changed: settings under which it answers, where they are not the run's own, as for `fednl eval --set`.
         """
         return answers(self.run(method), arms, changed, self._telling(method))
+
+    def numbers_shared(self, lines: Sequence[Line]) -> dict[Method, int | None]:
+        """Counts, for every method of some lines, the numbers of its rules that a client shares in a round."""
+        methods = dict.fromkeys(line.method for line in lines)
+        return {method: numbers_shared(Run(self.out / method.name)) for method in methods}
 
     @property
     def command(self) -> str:
@@ -107,16 +112,3 @@ class Sitting:
             facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "rows": list(rows)}
             folder.write_json(f"results/{name}.json", facts)
         return folder.write_text("report.md", page.text)
-
-
-def tiny_settings(folder: Path) -> dict[str, dict[str, Any]]:
-    """Where the tiny scale has its model and its filler from: made here, small, of no meaning."""
-    filler = folder / "filler.txt"
-    if not filler.exists():
-        from fednl.data.fillers import generated_text
-        from fednl.models.tiny import tiny_backbone
-        from fednl.seeding import python_rng
-
-        tiny_backbone(folder)
-        write_atomic(filler, generated_text(python_rng(0, "tiny/filler"), _TINY_SENTENCES).encode("utf-8"))
-    return {"backbone": {"id": str(folder)}, "data": {"filler": str(filler)}}
