@@ -62,7 +62,7 @@ def test_the_operator_needs_torch_and_nothing_else() -> None:
     parts = ("operator", "delta_chunks", "arguments")
     own = {f"fednl.memory.{part}" for part in parts}
     for part in parts:
-        others = imported(SOURCE / "memory" / f"{part}.py") - own
+        others = set(imported(SOURCE / "memory" / f"{part}.py")) - own
         assert {name.split(".")[0] for name in others} - set(sys.stdlib_module_names) == {"torch"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fednl.evaluation.cohort import COHORT
-from fednl.reproduce import SCALES, keeping, mmlu, papers, table_named, traffic, unseen
+from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Published
 from fednl.runs import Run
@@ -48,7 +48,8 @@ def test_settings_of_all_methods_are_read(scale: str, tmp_path: Path) -> None:
     from fednl.reproduce import ifed_icl, needles
 
     lines = {"mmlu": mmlu.LINES, "needles": needles.LINES, "traffic": traffic.LINES}
-    lines["unseen"] = tuple(line for client in unseen._CLIENTS[scale] for line in unseen.lines_of(client))
+    parts = unseen.asked_of(Sitting(table_named("unseen"), scale, tmp_path))
+    lines["unseen"] = tuple(line for part in parts for line in part.lines)
     lines["ifed-icl"] = tuple(
         line for name, one in ifed_icl._TEXTS[scale].items() for line in ifed_icl.lines_of(name, one)
     )
@@ -59,6 +60,12 @@ def test_settings_of_all_methods_are_read(scale: str, tmp_path: Path) -> None:
             assert sitting.config(line.method).training.rounds > 0
 
 
+def test_every_table_is_told_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text()
+    told = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(told) == sorted(TABLES)
+
+
 def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str, Path]) -> None:
     rows = json.loads((folders["unseen"] / "results/unseen.json").read_text())["rows"]
     for client in unseen._CLIENTS["tiny"]:
@@ -67,6 +74,8 @@ def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str,
         assert n[client, "train"] == 0 and sum(n[other, "train"] for other, _ in n if other != client) > 0
         trained = {one["name"] for row in run.read_jsonl("rounds.jsonl") for one in row["clients"]}
         assert client not in trained
+        alone = Run(folders["unseen"] / f"own-rules-of-{client}")
+        assert {one["name"] for row in alone.read_jsonl("rounds.jsonl") for one in row["clients"]} == {client}
     by_line = {row["method"]: row for row in rows if (row["metric"], row["client"]) == ("candidates", "macro")}
     assert all((row["n"], row["clients"]) == (4, 2) for row in by_line.values()) and len(by_line) == 5
     asked = {row["client"] for row in rows if row["metric"] == "candidates"} - {"macro", *COHORT}

@@ -9,12 +9,13 @@ from dataclasses import replace
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.apart import Apart
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_combine import LoraCombiner
-from fednl.federation.lora_ranks import Ranks, check_lora
+from fednl.federation.lora_ranks import Ranks, check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
@@ -43,6 +44,7 @@ def run_rounds(
     milestones: Collection[int] = (),
     stop_after: int | None = None,
     exchange: Exchange = PLAIN,
+    adapters: str = "",
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -64,6 +66,7 @@ def run_rounds(
         milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
         exchange: how updates travel and how they become one.
+        adapters: a hash of all that makes rules comparable but is not in them; a client with another takes no part.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
@@ -96,6 +99,7 @@ def run_rounds(
         asked,
         milestones,
         exchange=exchange,
+        adapters=adapters,
     )
     point = resume(fed, params) or begin(fed, params)
     fed = replace(fed, first_round=point.round + 1)
@@ -146,19 +150,20 @@ def _one_round(fed: Federation, point: Point) -> Point:
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combiner = _combiner(fed, shared, None if private is None else private.sum)
-    ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
+    message = Message(shared, beside, round=number, run=fed.run_name, adapters=fed.adapters)
+    ledger = _ask(fed, point, message, asked, combiner)
     params, server_state = point.params, point.server_state
-    told, spent = combiner.facts(), None
+    numbers, spent = combiner.facts(), None
     if private is not None:
         spent = private.after(asked)
-        told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
+        numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
     reason = _why_no_quorum(fed, ledger) or combiner.fault()
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
-            told |= fed.algorithm.measure(shared, combined, update, combiner.products())
+            numbers |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -171,7 +176,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         told=_told(fed, point, ledger),
         spent=spent,
     )
-    after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
@@ -186,13 +191,16 @@ def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
     return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
-def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> LoraCombiner | PrivateSum | MaskedMean:
+def _combiner(
+    fed: Federation, shared: Params, noise: PrivateSum | None
+) -> LoraCombiner | Apart | PrivateSum | MaskedMean:
     """What a round's replies are handed to: single updates, or only their sum."""
     if fed.exchange.privacy.secure:
         return MaskedMean(shared, noise)
     if noise is not None:
         return noise.starting_from(shared)
-    return LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    return Apart(fed.algorithm, combiner) if fed.algorithm.apart(fed.algorithm.extra(shared)) else combiner
 
 
 def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
@@ -213,7 +221,8 @@ def _ask(fed: Federation, point: Point, message: Message, asked: list[str], comb
         sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
         extra = {**algorithm.extra(offer), **({} if made else given)}
-        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding)
+        apart = frozenset(algorithm.apart(extra))
+        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding, apart)
     ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
@@ -268,7 +277,7 @@ def _check_start(
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
     names = tuple(algorithm.shared(params))
-    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    check_ranks(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
     return names
 
 

@@ -31,7 +31,6 @@ class Asked:
         lines: who is asked, in the table's order.
         changed: settings under which the runs answer, where they are not their own, as for `fednl eval --set`.
         tokens: prompt length.
-        clients: whose questions count; empty for everybody's.
         chance: how often guessing is right.
     """
 
@@ -40,7 +39,6 @@ class Asked:
     lines: tuple[Line, ...]
     changed: tuple[str, ...] = ()
     tokens: int = 0
-    clients: tuple[str, ...] = ()
     chance: float = CHANCE
 
 
@@ -58,16 +56,15 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
     """
     found: dict[str, Answers] = {one.name: {} for one in asked}
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
-    for method, group in groupby(lines, key=lambda line: line.method):
-        own = list(group)
+    groups = [(method, list(own)) for method, own in groupby(lines, key=lambda line: line.method)]
+    for place, (method, own) in enumerate(groups, 1):
+        sitting.note(f"{place} of {len(groups)}: {', '.join(line.name for line in own)}")
         for one in asked:
             theirs = [line for line in own if line in one.lines]
             if not theirs:
                 continue
             answers = sitting.answers(method, [line.arm for line in theirs], one.changed)
-            for line in theirs:
-                kept = [answer for answer in answers[line.arm] if not one.clients or answer.client in one.clients]
-                found[one.name][line.name] = found[one.name].get(line.name, []) + kept
+            found[one.name] |= {line.name: answers[line.arm] for line in theirs}
         yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
 
 

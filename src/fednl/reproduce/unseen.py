@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 
+from fednl.data.needle_clients import CLIENTS
 from fednl.evaluation.measures import NEEDLES
 from fednl.evaluation.outcomes import Outcome
 from fednl.reproduce import settings
@@ -12,7 +14,6 @@ from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 
 OURS = "FedNL rules of the other clients"
-_ALONE = Method("own-rules", ("federation.algorithm=local-only",))
 _CLIENTS: Mapping[str, tuple[str, ...]] = {
     "tiny": ("passkey", "uuid-code"),
     "small": ("passkey", "multi-value"),
@@ -27,26 +28,42 @@ _READING = (
 )
 
 
-def lines_of(client: str) -> tuple[Line, ...]:
-    """The lines of one client that is left out."""
-    hold_out = f'data.hold-out-clients=["{client}"]'
-    memory, lora = (
-        Method(f"fednl-without-{client}", (hold_out,)),
-        Method(f"lora-without-{client}", (*settings.LORA, hold_out)),
-    )
+def lines_of(client: str, everyone: Sequence[str]) -> tuple[Line, ...]:
+    """The lines of one client that is left out.
+
+    Args:
+        client: who.
+        everyone: all clients of the table, this one among them.
+    """
+    memory = Method(f"fednl-without-{client}", (_held_out([client]),))
+    lora = Method(f"lora-without-{client}", (*settings.LORA, _held_out([client])))
+    others = _held_out([other for other in everyone if other != client])
+    alone = Method(f"own-rules-of-{client}", (others, "federation.algorithm=local-only", "federation.quorum=1"))
     return (
         Line(OURS, memory),
         Line("gate closed (window only)", memory, "window-only"),
         Line("rules before training", memory, "public-rules"),
         Line("FedAvg-LoRA of the other clients, same window", lora),
-        Line("its own rules, trained alone", _ALONE),
+        Line("its own rules, trained alone", alone),
     )
+
+
+def _held_out(clients: Sequence[str]) -> str:
+    return f"data.hold-out-clients={json.dumps(list(clients))}"
+
+
+def asked_of(sitting: Sitting) -> list[Asked]:
+    """The questions of every client that is left out, in turn."""
+    everyone = list(CLIENTS)[: sitting.config(Method("")).data.clients]
+    return [
+        Asked(client, client, lines_of(client, everyone), (f'evaluation.clients=["{client}"]',))
+        for client in _CLIENTS[sitting.scale]
+    ]
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains without each client in turn, asks it, and gives the table after each step."""
-    clients = _CLIENTS[sitting.scale]
-    parts = [Asked(client, client, lines_of(client), clients=(client,)) for client in clients]
+    parts = asked_of(sitting)
     whole = Asked("unseen", "clients left out", tuple(line for part in parts for line in part.lines))
     for found in answered(sitting, parts):
         yield written(sitting, [whole], {whole.name: joined(found)}, Shown((), NEEDLES.metrics, _READING))
