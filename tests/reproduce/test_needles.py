@@ -80,6 +80,14 @@ def test_other_settings_do_not_pass_for_these(folder: Path) -> None:
         reproduce(folder, given=("training.local-lr=0.1",))
 
 
+def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
+    before = (folder / "report.md").read_text()
+    text = reproduce(folder, asked_lengths=(470,))
+    assert (folder / "report-470.md").read_text() == text and "470 tokens" in text and "430 tokens" not in text
+    assert (folder / "report.md").read_text() == before
+    assert {path.name for path in (folder / "results").iterdir()} == {"needles-430.json", "needles-470.json"}
+
+
 def test_a_runs_own_folder_is_not_filled_with_others(folder: Path) -> None:
     with pytest.raises(SettingsError, match="is the folder of a run: name another"):
         reproduce(folder / "fednl")
