@@ -83,7 +83,7 @@ def test_other_settings_do_not_pass_for_these(folder: Path) -> None:
 def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
     before = (folder / "report.md").read_text()
     text = reproduce(folder, asked_lengths=(470,))
-    assert (folder / "report-470.md").read_text() == text and "470 tokens" in text and "430 tokens" not in text
+    assert (folder / "report-470.md").read_text() == text and "## 470 tokens" in text and "## 430 tokens" not in text
     assert (folder / "report.md").read_text() == before
     assert {path.name for path in (folder / "results").iterdir()} == {"needles-430.json", "needles-470.json"}
 
