@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fednl.evaluation.cohort import COHORT
+from fednl.evaluation.measures import TEXT
 from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Published
@@ -48,7 +49,7 @@ def test_settings_of_all_methods_are_read(scale: str, tmp_path: Path) -> None:
     from fednl.reproduce import ifed_icl, needles
 
     lines = {"mmlu": mmlu.LINES, "needles": needles.LINES, "traffic": traffic.LINES}
-    parts = unseen.asked_of(Sitting(table_named("unseen"), scale, tmp_path))
+    parts = [part for one in unseen.FEDERATIONS[scale] for part in unseen.asked_of(one)]
     lines["unseen"] = tuple(line for part in parts for line in part.lines)
     lines["ifed-icl"] = tuple(
         line for name, one in ifed_icl._TEXTS[scale].items() for line in ifed_icl.lines_of(name, one)
@@ -68,7 +69,7 @@ def test_every_table_is_told_in_the_documentation() -> None:
 
 def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str, Path]) -> None:
     rows = json.loads((folders["unseen"] / "results/unseen.json").read_text())["rows"]
-    for client in unseen._CLIENTS["tiny"]:
+    for client in unseen.FEDERATIONS["tiny"][0].left_out:
         run = Run(folders["unseen"] / f"fednl-without-{client}")
         n = {(row["client"], row["split"]): row["n"] for row in run.read_json("partition.json")["rows"]}
         assert n[client, "train"] == 0 and sum(n[other, "train"] for other, _ in n if other != client) > 0
@@ -78,8 +79,10 @@ def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str,
         assert {one["name"] for row in alone.read_jsonl("rounds.jsonl") for one in row["clients"]} == {client}
     by_line = {row["method"]: row for row in rows if (row["metric"], row["client"]) == ("candidates", "macro")}
     assert all((row["n"], row["clients"]) == (4, 2) for row in by_line.values()) and len(by_line) == 5
+    texts = json.loads((folders["unseen"] / "results/unseen-text.json").read_text())["rows"]
+    assert {row["client"] for row in texts if row["metric"] == TEXT.metrics[0]} - {"macro", *COHORT} == {"market"}
     asked = {row["client"] for row in rows if row["metric"] == "candidates"} - {"macro", *COHORT}
-    assert asked == set(unseen._CLIENTS["tiny"])
+    assert asked == set(unseen.FEDERATIONS["tiny"][0].left_out)
 
 
 def test_bytes_are_those_of_the_messages(folders: dict[str, Path]) -> None:
