@@ -17,12 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
+from fednl.answering import answer, with_their_rules
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    VIEWS,
+    Setup,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    make_algorithm,
+    training_of,
+)
 from fednl.config import Config
 from fednl.data import Splits, Stream, collate, demonstrations, stream_task, task
-from fednl.errors import BackboneError, NonFiniteError
+from fednl.errors import BackboneError, MessageError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import OnProgress
 from fednl.federation.local import LocalPlan
 from fednl.federation.loop import sample_clients
@@ -197,11 +207,16 @@ class Bench:
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
         training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
-        exchange = exchange_of(self.config, arm)
+        exchange, adapters = exchange_of(self.config, arm), adapters_hash(self.config, kind.setup)
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
         ) -> tuple[Message, ClientState]:
+            if message.adapters not in ("", adapters):
+                raise MessageError(
+                    "adapters",
+                    "This client's [memory], [lora] or [context-vectors] are not those of the run: use the same.",
+                )
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
             plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))
@@ -215,12 +230,12 @@ class Bench:
         """Answers a client's test questions in one arm; `tasks` names those of a stream that are asked, None all."""
         view = VIEWS[arm]
         self.mount(view.setup)
-        if view.rules:
-            self.put(params)
         examples = [one for one in self.data[client].test if tasks is None or one.task in tasks]
-        outcomes = score_candidates(
+        outcomes = answer(
             self.model,
             examples,
+            params if view.rules else {},
+            self.put,
             arm=arm,
             make_cache=self._new_cache,
             ids=view.prompt,
@@ -233,19 +248,22 @@ class Bench:
     def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:
         """A client's validation questions, answered with these rules."""
         self.mount(TRAINED[arm].setup)
-        self.put(params)
         examples, size = self.data[client].validation, self.config.evaluation.batch
-        return score_candidates(self.model, examples, arm=arm, make_cache=self._new_cache, batch=size)
+        return answer(self.model, examples, params, self.put, arm=arm, make_cache=self._new_cache, batch=size)
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
         """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
         examples = self.data[client].validation
         self.mount(TRAINED[arm].setup)
-        self.put(params)
         size, nats, tokens = self.config.evaluation.batch, 0.0, 0
         with torch.no_grad():
-            for first in range(0, len(examples), size):
-                batch = self.collated(examples[first : first + size])
+            parts = (
+                places[first : first + size]
+                for places in with_their_rules(examples, params, self.put)
+                for first in range(0, len(places), size)
+            )
+            for part in parts:
+                batch = self.collated([examples[place] for place in part])
                 count = int((batch["labels"] != IGNORED).sum())
                 try:
                     nats += float(self.nats(batch)) * count

@@ -7,15 +7,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    inside,
+    make_algorithm,
+    trained_arms,
+    training_of,
+)
 from fednl.config import Config
+from fednl.data.tasks import not_read
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
-from fednl.federation.params import Params, personal
+from fednl.federation.params import Params
 from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
@@ -107,7 +118,10 @@ def evaluate(
     run = Run.open(Path(path))
     own = config_of(run)
     check_settings(run, own)
-    config = own.with_overrides([*([] if task is None else [f"data.task={task}"]), *overrides])
+    other = (
+        [] if task is None else [f"data.task={task}", *(f"data.{key}={even}" for key, even in not_read(task).items())]
+    )
+    config = own.with_overrides([*other, *overrides])
     # A section that is new is fixed unless it is named here; an algorithm's and a task's are compared as they are read.
     free = {"data", "evaluation", "prefix", "algorithm", "task"}
     pairs = {name: (getattr(own, name), getattr(config, name)) for name in Config.model_fields if name not in free}
@@ -213,9 +227,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
     transport = ProcessTransport(pool, clients, {"arm": name})
 
+    algorithm = make_algorithm(config, name)
+
     def validate(round: int, params: Params) -> Validation:
         states = transport.states()
-        own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
+        own = {client: algorithm.answers(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
         told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
@@ -244,6 +260,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         validate_round=validate if config.data.validation and name != "local-only" else None,
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
+        adapters=adapters_hash(config, kind.setup),
     )
     if not kind.folder:
         keep(facts, trained)

@@ -57,8 +57,8 @@ def written(sitting: Sitting, answers: Mapping[str, Sequence[Outcome]]) -> Page:
     rows = result_rows(answers, seed=seed, tokens=tokens, metrics=TEXT.metrics, pairs=pairs)
     heading = f"perplexity, {tokens:,} tokens"
     parts = [
-        page.head(f"ablation, scale {sitting.scale}", TABLE.about, sitting.command),
-        page.beside([heading], {heading: perplexities(rows)}, papers.ABLATION, LINES, "perplexity"),
+        page.head(TABLE, sitting.scale, sitting.command),
+        page.beside([heading], {heading: perplexities(rows)}, (papers.ABLATION,), LINES),
         f"Perplexity is exp of the macro average of nats per token, its interval that of the average. {_READING}",
         page.INTERVALS,
         *page.by_client(rows, _METRIC),
@@ -66,7 +66,7 @@ def written(sitting: Sitting, answers: Mapping[str, Sequence[Outcome]]) -> Page:
         "## The paper",
         page.as_published(papers.ABLATION),
         "## How it was made",
-        *page.runs_table(Run(sitting.out), dict.fromkeys(line.method for line in LINES)),
+        *page.runs_table(Run(sitting.out), sitting.numbers_shared(LINES), sitting.size),
         *page.setup(Run(sitting.out / FULL.name)),
     ]
     return Page("\n\n".join(parts) + "\n", {"ablation": rows})
@@ -106,5 +106,4 @@ TABLE = Table(
         ),
     },
     work=work,
-    published=(papers.ABLATION,),
 )

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fednl.arms import make_algorithm
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
+from fednl.federation.checkpoint import read_tensors
 from fednl.measuring import OUTCOMES, changed_settings, earlier, results_name
 from fednl.runs import Run
 from fednl.training import config_of, evaluate, resume, train
@@ -81,6 +83,17 @@ def answers(
         evaluate(run.path, None, on_event, [*changed, f"evaluation.arms={json.dumps(list(arms))}"], anew=False)
     found = earlier(path)
     return {arm: found[arm] for arm in arms}
+
+
+def numbers_shared(run: Run) -> int | None:
+    """Counts the numbers of a run's rules that a client shares in a round, once the run has rules; else None."""
+    path = run.path / "final/params.safetensors"
+    if not path.exists():
+        return None
+    params, _ = read_tensors(path)
+    algorithm = make_algorithm(config_of(run), "federated")
+    shared = algorithm.shared(list(params)) if algorithm.traits.shares else []
+    return sum(params[name].numel() for name in shared)
 
 
 def kept(

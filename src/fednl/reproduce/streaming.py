@@ -134,8 +134,8 @@ def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNat
     changes = {_line(row): _shown(row, "+.1f") for row in ends}
     read = len(arms[OPEN])
     parts = [
-        page.head(f"streaming, scale {sitting.scale}", TABLE.about, sitting.command),
-        page.beside([heading], {heading: changes}, papers.STREAMING, LINES, "change, %"),
+        page.head(TABLE, sitting.scale, sitting.command),
+        page.beside([heading], {heading: changes}, (papers.STREAMING,), LINES),
         f"n = {read} of {TEXTS[sitting.scale]} held-out texts of {tokens:,} tokens; every token but the "
         f"first is scored once. {_INTERVALS}",
         f"## Bins of {BIN_TOKENS:,} tokens ({page.MEASURED})",
@@ -145,7 +145,7 @@ def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNat
         "## The paper",
         page.as_published(papers.STREAMING),
         "## How it was made",
-        *page.runs_table(Run(sitting.out), [FEDNL]),
+        *page.runs_table(Run(sitting.out), sitting.numbers_shared(LINES), sitting.size),
         *page.setup(Run(sitting.out / FEDNL.name)),
     ]
     return Page("\n\n".join(parts) + "\n", {f"streaming-{tokens}": rows, f"cold-start-{tokens}": cold})
@@ -256,5 +256,4 @@ TABLE = Table(
         "paper": Scale("Llama-3.2-1B (or any: --set backbone.id=...); a GPU of 48 GB", PAPER_SETS, (16_384,)),
     },
     work=work,
-    published=(papers.STREAMING,),
 )
