@@ -209,10 +209,10 @@ class Config(Section):
             SettingsError: an override is not readable, or its key or value is wrong.
         """
         table = self.to_dict()
-        after = {".".join(_parse_override(one)[:2]): _parse_override(one)[2] for one in overrides}
+        after = {(section, key): value for section, key, value in map(_parse_override, overrides)}
         for key, (section, _) in _OWN.items():
             name = table[section][key]
-            if after.get(f"{section}.{key}", name) != name:
+            if after.get((section, key), name) != name:
                 table.pop(name, None)
         return _overridden(table, "settings", overrides)
 

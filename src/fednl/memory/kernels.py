@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fednl.memory import operator
-from fednl.memory.operator import FORGET, RECURRENCE_TOKENS, autocast_off, check_arguments, compute_dtype, start_state
+from fednl.memory.arguments import FORGET, autocast_off, check_arguments, compute_dtype, start_state
+from fednl.memory.operator import RECURRENCE_TOKENS
 
 _DEVICE = "cuda"
 _KERNEL_DIM = 256

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednl.memory.arguments import autocast_off
 from fednl.memory.gate import Gate
-from fednl.memory.operator import autocast_off
 from fednl.memory.precision import Spared
 from fednl.memory.projection import Convolution, Projection
 from fednl.memory.settings import MemoryConfig

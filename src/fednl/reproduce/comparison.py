@@ -56,8 +56,9 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
     """
     found: dict[str, Answers] = {one.name: {} for one in asked}
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
-    for method, group in groupby(lines, key=lambda line: line.method):
-        own = list(group)
+    groups = [(method, list(own)) for method, own in groupby(lines, key=lambda line: line.method)]
+    for place, (method, own) in enumerate(groups, 1):
+        sitting.note(f"{place} of {len(groups)}: {', '.join(line.name for line in own)}")
         for one in asked:
             theirs = [line for line in own if line in one.lines]
             if not theirs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config
+from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
 from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
@@ -84,9 +85,14 @@ class Sitting:
         """Does what is missing, writes the table after every step, and gives the whole one.
 
         Raises:
-            FednlError: as `fednl.training.train`, `resume` and `evaluate`; or a run in the folder has other settings.
+            SettingsError: the folder is itself a run's, or a run in it has other settings.
+            FednlError: as `fednl.training.train`, `resume` and `evaluate`.
             Interrupted: Ctrl-C; the same goes on.
         """
+        if (self.out / "config.json").exists():
+            raise SettingsError(
+                f"--out {self.out} is the folder of a run: name another, for a table's runs and report."
+            )
         page = Page("")
         for page in self.table.work(self):
             self.write(page)
@@ -106,9 +112,12 @@ class Sitting:
         return tell
 
     def write(self, page: Page) -> Path:
-        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured."""
+        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured.
+
+        Other lengths than the scale's have a report of their own, so that neither command undoes the other's.
+        """
         folder = Run(self.out)
+        facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "command": self.command}
         for name, rows in page.measured.items():
-            facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "rows": list(rows)}
-            folder.write_json(f"results/{name}.json", facts)
-        return folder.write_text("report.md", page.text)
+            folder.write_json(f"results/{name}.json", {**facts, "rows": list(rows)})
+        return folder.write_text("-".join(["report", *map(str, self.asked_lengths)]) + ".md", page.text)
