@@ -29,6 +29,7 @@ class Asked:
         name: of its results file.
         title: what a column of it is headed, without the unit.
         lines: who is asked, in the table's order.
+        metrics: names in `METRICS`; the first stands beside the papers'.
         changed: settings under which the runs answer, where they are not their own, as for `fednl eval --set`.
         tokens: prompt length.
         chance: how often guessing is right.
@@ -37,6 +38,7 @@ class Asked:
     name: str
     title: str
     lines: tuple[Line, ...]
+    metrics: tuple[str, ...]
     changed: tuple[str, ...] = ()
     tokens: int = 0
     chance: float = CHANCE
@@ -68,25 +70,36 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
         yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
 
 
+def comparison_rows(answers: Answers, one: Asked, seed: int) -> list[Row]:
+    """Makes rows of every line, and of the first against each other.
+
+    Args:
+        answers: line -> its answers.
+        one: the questions.
+        seed: the runs' seed.
+    """
+    first = one.lines[0].name
+    pairs = [(first, name) for name in answers if name != first] if first in answers else []
+    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=one.metrics, pairs=pairs, chance=one.chance)
+
+
 @dataclass(frozen=True)
 class Shown:
     """What a page of a comparison says beside the numbers.
 
     Attributes:
         published: the papers' tables; none where no paper prints one.
-        metrics: names in `METRICS`; the first stands beside the papers'.
         reading: what has to be known to read it.
         mark: what is said of a line's number at some questions, after it.
         more: further parts of the section of some questions, from its rows.
-        rows: makes the rows of some questions; None for those of every line, and of the first against each other.
+        rows: makes the rows of some questions, from the answers to them and the runs' seed.
     """
 
     published: tuple[Published, ...]
-    metrics: tuple[str, ...]
     reading: str
     mark: Callable[[str, Asked], str] = lambda line, one: ""
     more: Callable[[Sequence[Row], Asked], list[str]] = lambda rows, one: []
-    rows: Callable[[Answers, Asked, int], list[Row]] | None = None
+    rows: Callable[[Answers, Asked, int], list[Row]] = comparison_rows
 
 
 def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answers], shown: Shown) -> Page:
@@ -101,27 +114,24 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     table, out = sitting.table, Run(sitting.out)
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
     seed = sitting.config(lines[0].method).run.seed
-    measured = {}
-    for one in asked:
-        make = shown.rows or (lambda some, one, seed: comparison_rows(some, one, shown.metrics, seed))
-        measured[one.name] = make(found[one.name], one, seed)
-    first = shown.metrics[0]
-    names = {one.name: f"{METRICS[first].column}, {one.title}" for one in asked}
+    measured = {one.name: shown.rows(found[one.name], one, seed) for one in asked}
     ours = {
-        names[one.name]: {
-            line: cell + shown.mark(line, one) for line, cell in page.macro_cells(measured[one.name], first).items()
+        f"{METRICS[one.metrics[0]].column}, {one.title}": {
+            line: cell + shown.mark(line, one)
+            for line, cell in page.macro_cells(measured[one.name], one.metrics[0]).items()
         }
         for one in asked
     }
     parts = [page.head(table, sitting.scale, sitting.command)]
-    parts += [page.beside(list(names.values()), ours, shown.published, lines)]
-    sets = [(one.title, measured[one.name]) for one in asked]
-    parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, first, sets)]
+    parts += [page.beside(list(ours), ours, shown.published, lines)]
+    sets = [(one.title, one.metrics[0], measured[one.name]) for one in asked]
+    parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, sets)]
     parts += [shown.reading, page.INTERVALS]
     for one in asked:
         rows, where = measured[one.name], f", {one.title}"
-        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above_chance(rows, first))]
-        for metric in shown.metrics:
+        above = above_chance(rows, one.metrics[0])
+        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above)]
+        for metric in one.metrics:
             parts += page.by_client(rows, metric, where)
         parts += page.differences(rows, where)
     if shown.published:
@@ -130,22 +140,6 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
     parts += page.setup(Run(sitting.out / lines[0].method.name))
     return Page("\n\n".join(parts) + "\n", measured)
-
-
-def comparison_rows(
-    answers: Mapping[str, Sequence[Outcome]], one: Asked, metrics: Sequence[str], seed: int
-) -> list[Row]:
-    """Makes rows of every line, and of the first against each other.
-
-    Args:
-        answers: line -> its answers.
-        one: the questions.
-        metrics: names in `METRICS`, the right-or-wrong one first.
-        seed: the runs' seed.
-    """
-    first = one.lines[0].name
-    pairs = [(first, name) for name in answers if name != first] if first in answers else []
-    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=metrics, pairs=pairs, chance=one.chance)
 
 
 def above_chance(rows: Sequence[Row], metric: str) -> dict[str, bool]:

@@ -107,9 +107,10 @@ def work(sitting: Sitting) -> Iterator[Page]:
     """Trains a run for every set of texts, and gives the table after each."""
     texts = _TEXTS[sitting.scale]
     asked = [
-        Asked(f"ifed-icl-{name}", one.title, lines_of(name, one), chance=1 / one.classes) for name, one in texts.items()
+        Asked(f"ifed-icl-{name}", one.title, lines_of(name, one), CLASSIFICATION.metrics, chance=1 / one.classes)
+        for name, one in texts.items()
     ]
-    shown = Shown(tuple(one.published for one in texts.values()), CLASSIFICATION.metrics, _READING)
+    shown = Shown(tuple(one.published for one in texts.values()), _READING)
     for found in answered(sitting, asked):
         yield written(sitting, asked, found, shown)
 
