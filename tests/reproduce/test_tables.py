@@ -104,6 +104,12 @@ def test_bytes_are_those_of_the_messages(folders: dict[str, Path]) -> None:
     assert half is not None and full is not None and 0 < half < full
 
 
+def test_chance_is_that_of_the_classes(folders: dict[str, Path]) -> None:
+    rows = json.loads((folders["ifed-icl"] / "results/ifed-icl-tiny-texts.json").read_text())["rows"]
+    assert {row["chance"] for row in rows if row["metric"] == "accuracy" and row["client"] == "macro"} == {0.5}
+    assert "chance 50%" in (folders["ifed-icl"] / "report.md").read_text()
+
+
 def test_fed_ssi_with_one_task_reads_fed_avgs_run_and_says_so() -> None:
     line = next(line for line in mmlu.LINES if line.published == "FedSSI")
     assert line.method is mmlu.FEDAVG and "with one task FedAvg" in line.name
