@@ -132,8 +132,8 @@ def test_adaptive_parts_travel_once_a_task_and_reach_every_other_client(tmp_path
         assert {name for name in reply.extra if name.startswith("adaptive/")} == (names if round in (2, 4) else set())
         assert {name for name in reply.extra if name.startswith("sent/")} == {f"sent/{n}" for n in start_params()}
     told = {message.round: message.extra for message in transport.sent}
-    assert told[1] == told[2] == {}
-    for later, ended in ((3, 2), (4, 2), (5, 4)):
+    assert told[1] == told[2] == told[4] == {}  # sent once, after the round that brought them
+    for later, ended in ((3, 2), (5, 4)):
         for name in names:
             assert torch.equal(told[later][name], torch.stack([replies[ended, c].extra[name] for c in sorted(SIZES)]))
     for client, state in transport.states().items():
@@ -144,6 +144,26 @@ def test_adaptive_parts_travel_once_a_task_and_reach_every_other_client(tmp_path
         assert bool(state[f"now/attention/{WRITE}"].any())  # the fifth round trained them
         assert {name.split("/")[1] for name in state if name.startswith("task/")} == {"task-2", "task-4"}
         assert not [name for name in state if name == "ended"]
+
+
+def test_where_nothing_new_comes_a_client_goes_on_with_what_it_had_heard(tmp_path: Path) -> None:
+    rounds = {"now": 0}
+
+    def spoil(replies: list[Reply]) -> list[Reply]:
+        rounds["now"] += 1
+        return [forge(r, params={}) for r in replies] if rounds["now"] == 2 else replies
+
+    toy = stream(tmp_path / "r")
+    transport = toy.transport(spoil)
+    toy.run(transport, stop_after=2)
+    heard = transport.states()["ada"]
+    assert not toy.rows()[1]["updated"]
+    toy.run(transport)
+    assert [bool(m.extra) for m in transport.sent] == [False] * 4 + [True] * 8  # sent again, as no reply was faultless
+    message = Message({name: heard[f"heard/{name}"][0] for name in (WRITE, PROJECTION, GATE)})
+    params, state = toy.algorithm.start(message, heard, None)  # type: ignore[arg-type]
+    assert torch.equal(state[f"now/others/{WRITE}"], heard[f"heard/{WRITE}"])
+    assert f"now/attention/{WRITE}" in params and not [name for name in state if name.startswith("heard/")]
 
 
 def test_what_is_sent_to_others_has_no_number_below_the_sparsity(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.apart import Apart
+from fednl.federation.apart import Apart, Combined
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
@@ -157,12 +157,13 @@ def _one_round(fed: Federation, point: Point) -> Point:
     if private is not None:
         spent = private.after(asked)
         numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    reason = _why_no_quorum(fed, ledger) or combiner.fault()
+    reason, news = _why_no_quorum(fed, ledger) or combiner.fault(), False
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
+            news = isinstance(combined, Combined) and bool(combined.apart)
             numbers |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             reason = "the server's step gave NaN or infinity, so it was not taken"
@@ -173,7 +174,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
-        told=_told(fed, point, ledger),
+        told=_told(fed, point, ledger, news),
         spent=spent,
     )
     after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
@@ -182,9 +183,10 @@ def _one_round(fed: Federation, point: Point) -> Point:
     return after
 
 
-def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
-    """Who has what the server gives, after this round: whoever answers without fault keeps what it was sent."""
-    if not fed.algorithm.given(point.params) or not fed.algorithm.made(point.server_state):
+def _told(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:
+    """Who has what the server gives once, after this round: whoever answers without fault keeps what it was sent."""
+    gives = fed.algorithm.traits.passes_on or fed.algorithm.given(point.params)
+    if news or not gives or not fed.algorithm.made(point.server_state):
         return ()
     faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
     kept = {client for client in point.told if faultless.get(client, True)}
@@ -217,7 +219,9 @@ def _ask(fed: Federation, point: Point, message: Message, asked: list[str], comb
     down_bytes, tensor_bytes, wanted = {}, {}, {}
     for client in asked:
         offer = algorithm.offer(shared, ranks.of(client))
-        beside = {**message.extra, **(given if made and client not in point.told else {})}
+        known = algorithm.once(message.extra) if client in point.told else []
+        beside = {name: tensor for name, tensor in message.extra.items() if name not in known}
+        beside |= given if made and client not in point.told else {}
         sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
         extra = {**algorithm.extra(offer), **({} if made else given)}

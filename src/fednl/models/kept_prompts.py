@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fednl.data.batches import IGNORED
 from fednl.memory.sites import cache_argument
 from fednl.models.context_injection import ContextInjection, trunk_of
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Answers:
         labels: `[batch, tokens]`: what each of its tokens is to predict, -100 for nothing.
     """
 
-    inputs: dict[str, object]
+    inputs: dict[str, Any]
     labels: Tensor
 
 
@@ -51,13 +51,13 @@ class KeptPrompts:
         self._kept: dict[str, Tensor] = {}
         self.held_bytes = self.computed = 0
 
-    def new_cache(self) -> object:
+    def new_cache(self) -> Any:
         """An empty cache for a pass whose keys and values `keep` is given."""
         from transformers import DynamicCache
 
         return DynamicCache()  # without the config, so that a layer with a sliding window keeps all of a prompt
 
-    def keep(self, ids: Tensor, lengths: Tensor, cache: object) -> list[Tensor]:
+    def keep(self, ids: Tensor, lengths: Tensor, cache: Any) -> list[Tensor]:
         """Takes rows' keys and values out of a cache, and keeps them where there is room.
 
         Args:
@@ -70,7 +70,7 @@ class KeptPrompts:
         """
         found = []
         for row, length in enumerate(lengths.tolist()):
-            pairs = [torch.stack([x.keys[row, :, :length], x.values[row, :, :length]]) for x in cache.layers]  # type: ignore[attr-defined]
+            pairs = [torch.stack([x.keys[row, :, :length], x.values[row, :, :length]]) for x in cache.layers]
             found.append(torch.stack(pairs).clone())
             size = found[-1].nbytes
             if self.held_bytes + size <= self._limit_bytes and (key := _key(ids[row, :length])) not in self._kept:
@@ -99,9 +99,9 @@ class KeptPrompts:
         cache = self.new_cache()
         padded = torch.stack([nn.functional.pad(kv, (0, 0, int(pad), 0)) for kv, pad in zip(before, pads, strict=True)])
         for layer in range(padded.shape[1]):
-            cache.update(padded[:, layer, 0], padded[:, layer, 1], layer)  # type: ignore[attr-defined]
+            cache.update(padded[:, layer, 0], padded[:, layer, 1], layer)
         seen = torch.arange(longest, device=ids.device) >= pads[:, None]
-        inputs: dict[str, object] = {
+        inputs: dict[str, Any] = {
             "input_ids": ids.gather(1, where),
             "attention_mask": torch.cat([seen, real], dim=1).long(),
             "position_ids": where,

@@ -112,9 +112,12 @@ class Sitting:
         return tell
 
     def write(self, page: Page) -> Path:
-        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured."""
+        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured.
+
+        Other lengths than the scale's have a report of their own, so that neither command undoes the other's.
+        """
         folder = Run(self.out)
+        facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "command": self.command}
         for name, rows in page.measured.items():
-            facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "rows": list(rows)}
-            folder.write_json(f"results/{name}.json", facts)
-        return folder.write_text("report.md", page.text)
+            folder.write_json(f"results/{name}.json", {**facts, "rows": list(rows)})
+        return folder.write_text("-".join(["report", *map(str, self.asked_lengths)]) + ".md", page.text)

@@ -109,6 +109,14 @@ class FedAvg:
         """
         return {}
 
+    def once(self, names: Iterable[str]) -> list[str]:
+        """Lists what of `broadcast` a client is sent until it has answered, and again when `apart` has brought new.
+
+        Args:
+            names: of what the server's message carries beside the rules.
+        """
+        return []
+
     def client_rank(self, rank: int) -> int:
         """Gives how many components of a LoRA a client trains at most; here all of them.
 

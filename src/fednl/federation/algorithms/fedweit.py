@@ -63,13 +63,13 @@ class FedWeIt(FedAvg):
     each rule. Added to the loss are sparsity sum |A| over all tasks, and drift / 2 sum |B m_i + A_i - w_i|^2 over
     earlier tasks i, with w_i what B m_i + A_i was when the client's last task ended.
 
-    What leaves a client beside B: after a task's last round its A_t, with the numbers below `sparsity` set to zero.
-    The server keeps each client's latest and sends them all, as they are and without names, to every client in every
-    round: whoever must not show what a client learned to the others must not use this. Everything else stays in the
-    client's state: the running task's parts as `now/...`, those of finished ones as `task/TASK/...`. A client answers
-    a question of a finished task with that task's parts and the base as it is now (`answers`); any other with the
-    parts of the task it is at, or the base alone. The rules that `fednl.load` finds are the base. Settings:
-    `FedWeItSettings`.
+    What leaves a client beside B: after a task's last round its A_t, with the numbers below `sparsity` set to zero. The
+    server keeps each client's latest and sends them all, as they are and without names, to every client, once after
+    each round that brought new ones: whoever must not show what a client learned to the others must not use this.
+    Everything else stays in the client's state: the running task's parts as `now/...`, those of finished ones as
+    `task/TASK/...`. A client answers a question of a finished task with that task's parts and the base as it is now
+    (`answers`); any other with the parts of the task it is at, or the base alone. The rules that `fednl.load` finds are
+    the base. Settings: `FedWeItSettings`.
 
     Source: Yoon et al. 2021 (arXiv 2003.03196), eqs. 1 and 2 and Algorithm 1; the half, the mask a row and the rows
     left out as in its public code. Ours: a task starts at the base as it came (mask 2/3, A_t = B / 3, weights 0), and
@@ -105,6 +105,14 @@ class FedWeIt(FedAvg):
         """
         return [name for name in names if name.startswith("adaptive/")]
 
+    def once(self, names: Iterable[str]) -> list[str]:
+        """Lists the adaptive parts: a client takes them up where a task begins, and its own end brings new ones.
+
+        Args:
+            names: of what the server's message carries beside the rules.
+        """
+        return self.apart(names)
+
     def broadcast(self, params: Params, server_state: ClientState) -> Params:
         """Gives all clients' latest adaptive parts, stacked in the order of their names, which are not told.
 
@@ -129,7 +137,8 @@ class FedWeIt(FedAvg):
         """
         rules, state = super().start(received, state, problem)
         if self.settings.parts and not any(name.startswith("now/") for name in state):
-            state = {**state, **self._fresh(rules, received, state)}
+            fresh = self._fresh(rules, received, state)
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("heard/")} | fresh
         return {**rules, **{name: tensor for name, tensor in state.items() if parts.is_moved(name)}}, state
 
     def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
@@ -178,18 +187,11 @@ class FedWeIt(FedAvg):
         """
         import torch
 
-        kept = {name: tensor for name, tensor in {**state, **params}.items() if not name.startswith("now/")}
-        shared = self.shared(name for name in params if parts.is_base(name))
-        for name in shared if self.settings.parts or self.settings.drift else []:
-            kept[f"task/{task}/anchor/{name}"] = params[name]
-            for part in ("mask", "adaptive"):
-                if f"now/{part}/{name}" in params:
-                    kept[f"task/{task}/{part}/{name}"] = params[f"now/{part}/{name}"]
-            if f"now/attention/{name}" in params:
-                kept[f"task/{task}/borrowed/{name}"] = parts.borrowed(name, {**state, **params})
-        anchors = [name for name in kept if "/anchor/" in name]
-        kept |= {name: parts.finished(name, kept) for name in anchors}
-        return {name: t.detach().clone() for name, t in kept.items() if "/" in name} | {"ended": torch.ones(())}
+        from fednl.federation.params import copy
+
+        ends = self.settings.parts or self.settings.drift
+        shared = self.shared(name for name in params if parts.is_base(name)) if ends else []
+        return copy(parts.put_aside(task, shared, {**state, **params})) | {"ended": torch.ones(())}
 
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem
@@ -272,16 +274,11 @@ class FedWeIt(FedAvg):
 
     def _others(self, names: list[str], received: Message, state: ClientState) -> Params:
         """What came of other clients; this client's own, which comes back too, is known by its numbers."""
-        import torch
+        from fednl.federation.params import kept
 
-        stacked = {name: received.extra[f"adaptive/{name}"] for name in names if f"adaptive/{name}" in received.extra}
-        if not stacked:
-            return {}
         tasks = {name.split("/")[1] for name in state if "/adaptive/" in name}
         mine = [{name: self._pruned(state[f"task/{task}/adaptive/{name}"]) for name in names} for task in tasks]
-        entries = range(len(next(iter(stacked.values()))))
-        kept = [e for e in entries if not any(all(torch.equal(own[n], stacked[n][e]) for n in names) for own in mine)]
-        return {name: tensor[kept] for name, tensor in stacked.items()} if kept else {}
+        return parts.without(mine, kept(received.extra, "adaptive") or kept(state, "heard"))
 
     def _pruned(self, adaptive: torch.Tensor) -> torch.Tensor:
         pruned: torch.Tensor = adaptive * (adaptive.abs() > self.settings.sparsity)

@@ -72,6 +72,41 @@ def finished(anchor: str, tensors: Params) -> torch.Tensor:
     return found if adaptive is None else found + adaptive
 
 
+def put_aside(task: str, shared: list[str], tensors: Params) -> Params:
+    """Gives a client's state with the running task's parts under its name, and anchors at where all tasks are now.
+
+    Args:
+        task: the name of the task that ends.
+        shared: the rules that have parts.
+        tensors: the client's state, the base, and all parts.
+    """
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("now/")}
+    for name in shared:
+        kept[f"task/{task}/anchor/{name}"] = tensors[name]
+        for part in ("mask", "adaptive"):
+            if f"now/{part}/{name}" in tensors:
+                kept[f"task/{task}/{part}/{name}"] = tensors[f"now/{part}/{name}"]
+        if f"now/attention/{name}" in tensors:
+            kept[f"task/{task}/borrowed/{name}"] = borrowed(name, tensors)
+            kept[f"heard/{name}"] = tensors[f"now/others/{name}"]  # for the next task, should nothing newer come
+    kept |= {name: finished(name, kept) for name in kept if "/anchor/" in name}
+    return {name: tensor for name, tensor in kept.items() if not is_base(name)}
+
+
+def without(mine: list[Params], stacked: Params) -> Params:
+    """Gives stacked adaptive parts without the entries that are one of a client's own; none where none is left.
+
+    Args:
+        mine: what the client may have sent, by rule.
+        stacked: by rule, `[clients, ...]`, in the same order of clients for all rules.
+    """
+    import torch
+
+    entries = range(len(next(iter(stacked.values())))) if stacked else ()
+    other = [e for e in entries if not any(all(torch.equal(own[n], stacked[n][e]) for n in stacked) for own in mine)]
+    return {name: tensor[other] for name, tensor in stacked.items()} if other else {}
+
+
 def by_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Gives one number a row in a shape that meets a rule's rows.
 

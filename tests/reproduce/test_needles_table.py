@@ -48,7 +48,7 @@ def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
 
     text = reproduce(folder, tell)
     trained = [name.partition(":")[0] for name in began if "training" in name]
-    assert notes[0] == "1 of 6: FedNL" and notes[-1].startswith("6 of 6: window only")
+    assert notes[0] == "1 of 6, fednl: FedNL" and notes[-1].startswith("6 of 6, fednl: window only")
     assert trained == ["fedavg-lora-full", "fedala-window", "ffa-lora-window"]
     for name in ("train", "resume", "evaluate"):
         monkeypatch.setattr(keeping, name, None)
@@ -78,6 +78,14 @@ def test_the_papers_numbers_stand_in_their_own_column(folder: Path) -> None:
 def test_other_settings_do_not_pass_for_these(folder: Path) -> None:
     with pytest.raises(SettingsError, match=r"\[training\] local-lr = 0.003, and now it is 0.1"):
         reproduce(folder, given=("training.local-lr=0.1",))
+
+
+def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
+    before = (folder / "report.md").read_text()
+    text = reproduce(folder, asked_lengths=(470,))
+    assert (folder / "report-470.md").read_text() == text and "## 470 tokens" in text and "## 430 tokens" not in text
+    assert (folder / "report.md").read_text() == before
+    assert {path.name for path in (folder / "results").iterdir()} == {"needles-430.json", "needles-470.json"}
 
 
 def test_a_runs_own_folder_is_not_filled_with_others(folder: Path) -> None:
