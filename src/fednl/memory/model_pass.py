@@ -38,6 +38,7 @@ def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) 
     while passes:  # a context knows the list it is in: left there, it would live until Python looks for such rings
         context = passes.pop(0)
         if output is None:
+            assert context.cache is not None
             context.cache.drop_pending()
         else:
             _commit(context)
