@@ -93,3 +93,13 @@ def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.M
     tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
     streaming.held_out_texts(tiny, byte_tokenizer(), 2, 9)
     assert asked == [("generated", 2, False)]
+
+
+def test_the_summary_counts_bins_and_tells_whether_the_cache_grew() -> None:
+    def level(place: int, size: int) -> dict[str, Any]:
+        return {"method": "federated", "metric": "nats_per_token", "bin": place, "cache_bytes": size}
+
+    gaps = [{"method": "federated", "metric": "difference", "verdict": word} for word in ("better", "better", "worse")]
+    text = streaming.summary([level(0, 1000), level(1, 2500), *gaps, {"method": "federated", "metric": "difference"}])
+    assert "better in 2 and worse in 1 of 4 bins" in text
+    assert "1,000 bytes after the first bin and 2,500 after the last" in text

@@ -140,8 +140,10 @@ def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNat
         f"first is scored once. {_INTERVALS}",
         f"## Bins of {BIN_TOKENS:,} tokens ({page.MEASURED})",
         bins_table(rows),
+        summary(rows),
         f"## Cold start: bins of {FINE_TOKENS} tokens ({page.MEASURED})",
         bins_table(cold),
+        summary(cold),
         "## The paper",
         page.as_published(papers.STREAMING),
         "## How it was made",
@@ -175,6 +177,17 @@ def bins_table(rows: Sequence[Row]) -> str:
         )
     heads = ["from token", *(f"{ARMS[arm]}, nats/token" for arm in (CLOSED, OPEN)), "difference", "memory is"]
     return markdown_table([*heads, "cache, bytes"], body)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """In how many bins the memory is better or worse than none, and whether its cache grew."""
+    verdicts = [row.get("verdict") for row in rows if row["metric"] == "difference"]
+    sizes = [row["cache_bytes"] for row in rows if (row["method"], row["metric"]) == (OPEN, "nats_per_token")]
+    return (
+        f"With memory the text is read better in {verdicts.count('better')} and worse in {verdicts.count('worse')} of "
+        f"{len(verdicts)} bins, by intervals without 0. Its cache holds {number(sizes[0])} bytes after the first bin "
+        f"and {number(sizes[-1])} after the last."
+    )
 
 
 def _line(row: Row) -> str:
