@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from fednl.evaluation.measures import METRICS
@@ -29,6 +29,7 @@ class Asked:
         name: of its results file.
         title: what a column of it is headed, without the unit.
         lines: who is asked, in the table's order.
+        metrics: names in `METRICS`; the first stands beside the papers'.
         changed: settings under which the runs answer, where they are not their own, as for `fednl eval --set`.
         tokens: prompt length.
         chance: how often guessing is right.
@@ -37,6 +38,7 @@ class Asked:
     name: str
     title: str
     lines: tuple[Line, ...]
+    metrics: tuple[str, ...]
     changed: tuple[str, ...] = ()
     tokens: int = 0
     chance: float = CHANCE
@@ -45,7 +47,8 @@ class Asked:
 def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Answers]]:
     """Trains and measures what is missing, line by line, and gives all answers so far after each step.
 
-    Lines that follow one another in the order of the table and share a run are measured together.
+    Lines that follow one another and share a run are measured together. The first lines of all sets of questions come
+    before the second ones, so that a table that is stopped has whole lines.
 
     Args:
         sitting: where the runs are.
@@ -55,17 +58,30 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
         Name of a set -> line -> answers; a line that is not measured yet is missing.
     """
     found: dict[str, Answers] = {one.name: {} for one in asked}
-    lines = list(dict.fromkeys(line for one in asked for line in one.lines))
-    groups = [(method, list(own)) for method, own in groupby(lines, key=lambda line: line.method)]
-    for place, (method, own) in enumerate(groups, 1):
-        sitting.note(f"{place} of {len(groups)}: {', '.join(line.name for line in own)}")
+    by_run = [[tuple(own) for _, own in groupby(one.lines, key=lambda line: line.method)] for one in asked]
+    groups = list(dict.fromkeys(own for rank in zip_longest(*by_run, fillvalue=()) for own in rank if own))
+    for place, own in enumerate(groups, 1):
+        sitting.note(f"{place} of {len(groups)}, {own[0].method.name}: {', '.join(line.name for line in own)}")
         for one in asked:
             theirs = [line for line in own if line in one.lines]
             if not theirs:
                 continue
-            answers = sitting.answers(method, [line.arm for line in theirs], one.changed)
+            answers = sitting.answers(own[0].method, [line.arm for line in theirs], one.changed)
             found[one.name] |= {line.name: answers[line.arm] for line in theirs}
         yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
+
+
+def comparison_rows(answers: Answers, one: Asked, seed: int) -> list[Row]:
+    """Makes rows of every line, and of the first against each other.
+
+    Args:
+        answers: line -> its answers.
+        one: the questions.
+        seed: the runs' seed.
+    """
+    first = one.lines[0].name
+    pairs = [(first, name) for name in answers if name != first] if first in answers else []
+    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=one.metrics, pairs=pairs, chance=one.chance)
 
 
 @dataclass(frozen=True)
@@ -74,19 +90,17 @@ class Shown:
 
     Attributes:
         published: the papers' tables; none where no paper prints one.
-        metrics: names in `METRICS`; the first stands beside the papers'.
         reading: what has to be known to read it.
         mark: what is said of a line's number at some questions, after it.
         more: further parts of the section of some questions, from its rows.
-        rows: makes the rows of some questions; None for those of every line, and of the first against each other.
+        rows: makes the rows of some questions, from the answers to them and the runs' seed.
     """
 
     published: tuple[Published, ...]
-    metrics: tuple[str, ...]
     reading: str
     mark: Callable[[str, Asked], str] = lambda line, one: ""
     more: Callable[[Sequence[Row], Asked], list[str]] = lambda rows, one: []
-    rows: Callable[[Answers, Asked, int], list[Row]] | None = None
+    rows: Callable[[Answers, Asked, int], list[Row]] = comparison_rows
 
 
 def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answers], shown: Shown) -> Page:
@@ -101,27 +115,24 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     table, out = sitting.table, Run(sitting.out)
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
     seed = sitting.config(lines[0].method).run.seed
-    measured = {}
-    for one in asked:
-        make = shown.rows or (lambda some, one, seed: comparison_rows(some, one, shown.metrics, seed))
-        measured[one.name] = make(found[one.name], one, seed)
-    first = shown.metrics[0]
-    names = {one.name: f"{METRICS[first].column}, {one.title}" for one in asked}
+    measured = {one.name: shown.rows(found[one.name], one, seed) for one in asked}
     ours = {
-        names[one.name]: {
-            line: cell + shown.mark(line, one) for line, cell in page.macro_cells(measured[one.name], first).items()
+        f"{METRICS[one.metrics[0]].column}, {one.title}": {
+            line: cell + shown.mark(line, one)
+            for line, cell in page.macro_cells(measured[one.name], one.metrics[0]).items()
         }
         for one in asked
     }
     parts = [page.head(table, sitting.scale, sitting.command)]
-    parts += [page.beside(list(names.values()), ours, shown.published, lines)]
-    sets = [(one.title, measured[one.name]) for one in asked]
-    parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, first, sets)]
+    parts += [page.beside(list(ours), ours, shown.published, lines)]
+    sets = [(one.title, one.metrics[0], measured[one.name]) for one in asked]
+    parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, sets)]
     parts += [shown.reading, page.INTERVALS]
     for one in asked:
         rows, where = measured[one.name], f", {one.title}"
-        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above_chance(rows, first))]
-        for metric in shown.metrics:
+        above = above_chance(rows, one.metrics[0])
+        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above)]
+        for metric in one.metrics:
             parts += page.by_client(rows, metric, where)
         parts += page.differences(rows, where)
     if shown.published:
@@ -130,22 +141,6 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
     parts += page.setup(Run(sitting.out / lines[0].method.name))
     return Page("\n\n".join(parts) + "\n", measured)
-
-
-def comparison_rows(
-    answers: Mapping[str, Sequence[Outcome]], one: Asked, metrics: Sequence[str], seed: int
-) -> list[Row]:
-    """Makes rows of every line, and of the first against each other.
-
-    Args:
-        answers: line -> its answers.
-        one: the questions.
-        metrics: names in `METRICS`, the right-or-wrong one first.
-        seed: the runs' seed.
-    """
-    first = one.lines[0].name
-    pairs = [(first, name) for name in answers if name != first] if first in answers else []
-    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=metrics, pairs=pairs, chance=one.chance)
 
 
 def above_chance(rows: Sequence[Row], metric: str) -> dict[str, bool]:

@@ -37,9 +37,9 @@ _READING = (
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, asks each the same questions, and gives the table after each."""
-    asked = [Asked("mmlu", "a letter of four", LINES)]
+    asked = [Asked("mmlu", "a letter of four", LINES, MMLU.metrics)]
     for found in answered(sitting, asked):
-        yield written(sitting, asked, found, Shown((papers.MMLU_QWEN, papers.MMLU_LLAMA), MMLU.metrics, _READING))
+        yield written(sitting, asked, found, Shown((papers.MMLU_QWEN, papers.MMLU_LLAMA), _READING))
 
 
 _TASK = ("data.task=mmlu", "evaluation.answer=letters", "evaluation.arms=[]")

@@ -53,7 +53,9 @@ def changed_at(tokens: int) -> list[str]:
 
 def asked_at(tokens: int) -> Asked:
     """The questions of a prompt length."""
-    return Asked(f"needles-{tokens}", f"{tokens:,} tokens", lines_at(tokens), tuple(changed_at(tokens)), tokens)
+    return Asked(
+        f"needles-{tokens}", f"{tokens:,} tokens", lines_at(tokens), NEEDLES.metrics, tuple(changed_at(tokens)), tokens
+    )
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
@@ -63,7 +65,6 @@ def work(sitting: Sitting) -> Iterator[Page]:
         reach = context_tokens(Run(sitting.out))
         shown = Shown(
             (papers.NEEDLES,),
-            NEEDLES.metrics,
             _READING,
             mark=partial(_mark, reach=reach),
             more=partial(closed_lines, reach=reach),
@@ -74,7 +75,7 @@ def work(sitting: Sitting) -> Iterator[Page]:
 
 def rows_of(answers: Answers, one: Asked, seed: int) -> list[Row]:
     """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes."""
-    rows = comparison_rows(answers, one, NEEDLES.metrics, seed)
+    rows = comparison_rows(answers, one, seed)
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
         return rows
     for metric in _CLOSED:

@@ -97,18 +97,17 @@ def by_client(rows: Sequence[Row], metric: str, where: str = "") -> list[str]:
     return [title, arm_table(rows, metric), "; ".join(behind(rows, metric)) + "."]
 
 
-def behind_all(run: Path, scale: str, metric: str, parts: Sequence[tuple[str, Sequence[Row]]]) -> str:
+def behind_all(run: Path, scale: str, parts: Sequence[tuple[str, str, Sequence[Row]]]) -> str:
     """Says what stands behind our columns of the first table: how many questions, chance, model, scale.
 
     Args:
         run: the folder of the table's first run.
         scale: of the reproduction.
-        metric: which the columns show.
-        parts: title and rows of every set of questions.
+        parts: title, the metric that its column shows, and rows of every set of questions.
     """
     facts = run_facts(Run(run), []) if (run / "partition.json").exists() else {}
     model = facts.get("backbone", {}).get("name", "not known yet")
-    counts = [f"{title}: {'; '.join(behind(rows, metric))}" for title, rows in parts if rows]
+    counts = [f"{title}: {'; '.join(behind(rows, metric))}" for title, metric, rows in parts if rows]
     return f"Measured here on {escape(model)}, scale {scale}. " + ". ".join(counts) + "."
 
 

@@ -20,7 +20,7 @@ def tiny_settings(folder: Path) -> dict[str, dict[str, Any]]:
     """Makes the model and the texts of the tiny scale once, and gives the settings that name them.
 
     Beside the filler that the settings name, the folder holds `questions.jsonl`, some for each of the paper's MMLU
-    clients, and `texts.jsonl`, labelled ones of two classes.
+    clients, `texts.jsonl`, labelled ones of two classes, and `river.txt` and `market.txt`, two texts.
 
     Args:
         folder: where; made if it is missing.
@@ -32,6 +32,9 @@ def tiny_settings(folder: Path) -> dict[str, dict[str, Any]]:
         tiny_backbone(folder)
         _write_lines(folder / "questions.jsonl", _questions())
         _write_lines(folder / "texts.jsonl", _texts())
+        for name in ("river", "market"):
+            text = generated_text(python_rng(0, "tiny/text", name), _SENTENCES)
+            write_atomic(folder / f"{name}.txt", text.encode("utf-8"))
         write_atomic(filler, generated_text(python_rng(0, "tiny/filler"), _SENTENCES).encode("utf-8"))
     return {"backbone": {"id": str(folder)}, "data": {"filler": str(filler)}}
 

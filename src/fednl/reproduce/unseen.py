@@ -4,47 +4,98 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
 
 from fednl.data.needle_clients import CLIENTS
-from fednl.evaluation.measures import NEEDLES
-from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.measures import NEEDLES, TEXT
 from fednl.reproduce import settings
-from fednl.reproduce.comparison import Asked, Shown, answered, written
+from fednl.reproduce.comparison import Answers, Asked, Shown, answered, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 
 OURS = "FedNL rules of the other clients"
-_CLIENTS: Mapping[str, tuple[str, ...]] = {
-    "tiny": ("passkey", "uuid-code"),
-    "small": ("passkey", "multi-value"),
-    "paper": ("passkey", "uuid-code", "name-date", "phrase-code", "counter-state", "multi-key", "multi-value"),
-}
-"""Who is left out, one at a time, by scale: the first and the last of the seven, or each."""
+_NEWS = ("business", "entertainment", "sports", "politics", "tech")
 _READING = (
-    "Each client in turn is left out of the whole training, then answers its questions with the rules fixed. Its own "
-    "rules are those that it trains alone, with as many steps as a client takes in the federation. Where the gate is "
-    "closed only the window reads. Before training the rules are the public ones (scale small) or fresh. The paper "
-    "claims that memory adapts for clients it has not seen, and prints no table of it: no column stands beside ours."
+    "Each client in turn is left out of the whole training, then answers with the rules fixed: its own kind of fact in "
+    "the needles, its own domain in the texts. Its own rules are those that it trains alone, with as many steps as a "
+    "client takes in the federation. Where the gate is closed only the window reads. Before training the rules are the "
+    "public ones (needles at the scale small) or fresh. The paper claims that memory adapts for clients it has not "
+    "seen, and prints no table of it: no column stands beside ours."
 )
 
 
-def lines_of(client: str, everyone: Sequence[str]) -> tuple[Line, ...]:
-    """The lines of one client that is left out.
+@dataclass(frozen=True)
+class Federation:
+    """Clients of whom some are left out, one at a time.
 
-    Args:
-        client: who.
-        everyone: all clients of the table, this one among them.
+    Attributes:
+        name: of its results file.
+        title: of its column.
+        clients: all of them.
+        left_out: who is left out in turn.
+        metrics: of its task.
+        sets: its settings over those of the scale.
+        lora: those of its LoRA over these.
     """
-    memory = Method(f"fednl-without-{client}", (_held_out([client]),))
-    lora = Method(f"lora-without-{client}", (*settings.LORA, _held_out([client])))
-    others = _held_out([other for other in everyone if other != client])
-    alone = Method(f"own-rules-of-{client}", (others, "federation.algorithm=local-only", "federation.quorum=1"))
+
+    name: str
+    title: str
+    clients: tuple[str, ...]
+    left_out: tuple[str, ...]
+    metrics: tuple[str, ...]
+    sets: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+
+
+def _needles(clients: tuple[str, ...], left_out: tuple[str, ...], lora: tuple[str, ...] = ()) -> Federation:
+    return Federation("unseen", "needles", clients, left_out, NEEDLES.metrics, lora=lora)
+
+
+def _texts(sources: tuple[str, ...], left_out: tuple[str, ...], sets: Sequence[str], lora: Sequence[str]) -> Federation:
+    names = tuple(PurePath(source).stem for source in sources)
+    own = ("data.task=text", f"text.sources={json.dumps(sources)}", f"data.clients={len(sources)}", *sets)
+    return Federation("unseen-text", "texts", names, left_out, TEXT.metrics, own, tuple(lora))
+
+
+_SLOW = ("training.local-lr=3e-3",)
+_PAPER_LORA = settings.paper_lora(16, "3e-4")
+_FRESH = ("memory.rule=gated-delta", "memory.start=fresh", "federation.quorum=1")
+_BBC = tuple(f"bbc-news/{name}" for name in _NEWS)
+FEDERATIONS: Mapping[str, tuple[Federation, ...]] = {
+    "tiny": (
+        _needles(("passkey", "uuid-code"), ("passkey", "uuid-code")),
+        _texts(("{folder}/river.txt", "{folder}/market.txt"), ("market",), ("data.tokens=40",), ()),
+    ),
+    "small": (
+        _needles(tuple(CLIENTS), ("passkey", "multi-value"), _SLOW),
+        _texts(
+            _BBC,
+            ("politics", "tech"),
+            (*_FRESH, 'memory.layers="8,9,14-23"', "memory.window-tokens=64", "data.tokens=256", "data.test=12"),
+            _SLOW,
+        ),
+    ),
+    "paper": (
+        _needles(tuple(CLIENTS), tuple(CLIENTS), _PAPER_LORA),
+        _texts(_BBC, _NEWS, (*_FRESH, "data.tokens=2048"), _PAPER_LORA),
+    ),
+}
+"""By scale: needle clients, the first and the last of the seven or each, and texts, two domains or each."""
+
+
+def lines_of(federation: Federation, client: str) -> tuple[Line, ...]:
+    """The lines of one client that is left out."""
+    hold_out, others = (_held_out([client]), _held_out([one for one in federation.clients if one != client]))
+    memory = Method(f"fednl-without-{client}", (*federation.sets, hold_out))
+    lora = Method(f"lora-without-{client}", (*federation.sets, *settings.LORA, *federation.lora, hold_out))
+    alone = (*federation.sets, others, "federation.algorithm=local-only", "federation.quorum=1")
     return (
         Line(OURS, memory),
         Line("gate closed (window only)", memory, "window-only"),
         Line("rules before training", memory, "public-rules"),
         Line("FedAvg-LoRA of the other clients, same window", lora),
-        Line("its own rules, trained alone", alone),
+        Line("its own rules, trained alone", Method(f"own-rules-of-{client}", alone)),
     )
 
 
@@ -52,25 +103,35 @@ def _held_out(clients: Sequence[str]) -> str:
     return f"data.hold-out-clients={json.dumps(list(clients))}"
 
 
-def asked_of(sitting: Sitting) -> list[Asked]:
+def asked_of(federation: Federation) -> list[Asked]:
     """The questions of every client that is left out, in turn."""
-    everyone = list(CLIENTS)[: sitting.config(Method("")).data.clients]
     return [
-        Asked(client, client, lines_of(client, everyone), (f'evaluation.clients=["{client}"]',))
-        for client in _CLIENTS[sitting.scale]
+        Asked(client, client, lines_of(federation, client), federation.metrics, (f'evaluation.clients=["{client}"]',))
+        for client in federation.left_out
     ]
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains without each client in turn, asks it, and gives the table after each step."""
-    parts = asked_of(sitting)
-    whole = Asked("unseen", "clients left out", tuple(line for part in parts for line in part.lines))
-    for found in answered(sitting, parts):
-        yield written(sitting, [whole], {whole.name: joined(found)}, Shown((), NEEDLES.metrics, _READING))
+    federations = FEDERATIONS[sitting.scale]
+    parts = {one.name: asked_of(one) for one in federations}
+    whole = [
+        Asked(one.name, one.title, tuple(line for part in parts[one.name] for line in part.lines), one.metrics)
+        for one in federations
+    ]
+    joint: dict[str, Answers] = {one.name: {} for one in federations}
+    for name, some in parts.items():
+        for found in answered(sitting, some):
+            joint[name] = joined(found)
+            yield written(sitting, whole, joint, Shown((), _READING))
 
 
-def joined(found: Mapping[str, Mapping[str, list[Outcome]]]) -> dict[str, list[Outcome]]:
-    """The answers of all clients that were left out, line by line; a line counts once all of them have it."""
+def joined(found: Mapping[str, Answers]) -> Answers:
+    """The answers of all clients that were left out, line by line; a line counts once all of them have it.
+
+    Args:
+        found: client that was left out -> line -> its answers.
+    """
     names = dict.fromkeys(name for answers in found.values() for name in answers)
     return {
         name: [one for answers in found.values() for one in answers[name]]
@@ -82,7 +143,8 @@ def joined(found: Mapping[str, Mapping[str, list[Outcome]]]) -> dict[str, list[O
 _TASK = ("data.task=needles", "evaluation.arms=[]")
 _TINY = Scale(about="seconds", sets=(*_TASK, *settings.TINY_NEEDLES))
 _SMALL = Scale(
-    about="SmolLM2-135M from the public rules, 144 tokens, window 36; two clients left out, 30 questions each",
+    about="SmolLM2-135M: needles of 144 tokens from the public rules, window 36, and news of 256 tokens from fresh "
+    "ones, window 64; two clients of each left out, 30 questions or 12 stretches",
     sets=(
         *_TASK,
         *settings.SMOLLM2,
@@ -98,11 +160,10 @@ _SMALL = Scale(
         "federation.quorum=5",
         "evaluation.batch=10",
     ),
-    own={f"lora-without-{client}": ("training.local-lr=3e-3",) for client in _CLIENTS["small"]},
 )
 _PAPER = Scale(
-    about="Llama-3.2-1B (or any: --set backbone.id=...), each of the seven clients left out in turn, two rounds of one "
-    "epoch; a GPU of 48 GB",
+    about="Llama-3.2-1B (or any: --set backbone.id=...), each of the seven clients, and each of five domains of "
+    "news, left out in turn, two rounds of one epoch; a GPU of 48 GB",
     sets=(
         *_TASK,
         *settings.LLAMA_1B,
@@ -116,11 +177,10 @@ _PAPER = Scale(
         "training.local-lr=3e-3",
         "evaluation.batch=4",
     ),
-    own={f"lora-without-{client}": settings.paper_lora(16, "3e-4") for client in _CLIENTS["paper"]},
 )
 TABLE = Table(
     name="unseen",
-    about="A kind of fact that no client had in training is asked for, with the rules fixed.",
+    about="A kind of fact, or a domain of text, that no client had in training, with the rules fixed.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
     work=work,
 )

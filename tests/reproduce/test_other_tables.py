@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fednl import cli
+from fednl.errors import Interrupted
 from fednl.evaluation.cohort import COHORT
+from fednl.evaluation.measures import TEXT
 from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Published
@@ -48,7 +51,7 @@ def test_settings_of_all_methods_are_read(scale: str, tmp_path: Path) -> None:
     from fednl.reproduce import ifed_icl, needles
 
     lines = {"mmlu": mmlu.LINES, "needles": needles.LINES, "traffic": traffic.LINES}
-    parts = unseen.asked_of(Sitting(table_named("unseen"), scale, tmp_path))
+    parts = [part for one in unseen.FEDERATIONS[scale] for part in unseen.asked_of(one)]
     lines["unseen"] = tuple(line for part in parts for line in part.lines)
     lines["ifed-icl"] = tuple(
         line for name, one in ifed_icl._TEXTS[scale].items() for line in ifed_icl.lines_of(name, one)
@@ -68,7 +71,7 @@ def test_every_table_is_told_in_the_documentation() -> None:
 
 def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str, Path]) -> None:
     rows = json.loads((folders["unseen"] / "results/unseen.json").read_text())["rows"]
-    for client in unseen._CLIENTS["tiny"]:
+    for client in unseen.FEDERATIONS["tiny"][0].left_out:
         run = Run(folders["unseen"] / f"fednl-without-{client}")
         n = {(row["client"], row["split"]): row["n"] for row in run.read_json("partition.json")["rows"]}
         assert n[client, "train"] == 0 and sum(n[other, "train"] for other, _ in n if other != client) > 0
@@ -78,8 +81,10 @@ def test_an_unseen_client_is_in_no_training_and_answers_alone(folders: dict[str,
         assert {one["name"] for row in alone.read_jsonl("rounds.jsonl") for one in row["clients"]} == {client}
     by_line = {row["method"]: row for row in rows if (row["metric"], row["client"]) == ("candidates", "macro")}
     assert all((row["n"], row["clients"]) == (4, 2) for row in by_line.values()) and len(by_line) == 5
+    texts = json.loads((folders["unseen"] / "results/unseen-text.json").read_text())["rows"]
+    assert {row["client"] for row in texts if row["metric"] == TEXT.metrics[0]} - {"macro", *COHORT} == {"market"}
     asked = {row["client"] for row in rows if row["metric"] == "candidates"} - {"macro", *COHORT}
-    assert asked == set(unseen._CLIENTS["tiny"])
+    assert asked == set(unseen.FEDERATIONS["tiny"][0].left_out)
 
 
 def test_bytes_are_those_of_the_messages(folders: dict[str, Path]) -> None:
@@ -97,6 +102,12 @@ def test_bytes_are_those_of_the_messages(folders: dict[str, Path]) -> None:
         keeping.numbers_shared(Run(folders["traffic"] / name)) for name in ("ffa-lora-half", "fedavg-lora-half")
     )
     assert half is not None and full is not None and 0 < half < full
+
+
+def test_chance_is_that_of_the_classes(folders: dict[str, Path]) -> None:
+    rows = json.loads((folders["ifed-icl"] / "results/ifed-icl-tiny-texts.json").read_text())["rows"]
+    assert {row["chance"] for row in rows if row["metric"] == "accuracy" and row["client"] == "macro"} == {0.5}
+    assert "chance 50%" in (folders["ifed-icl"] / "report.md").read_text()
 
 
 def test_fed_ssi_with_one_task_reads_fed_avgs_run_and_says_so() -> None:
@@ -118,3 +129,35 @@ def test_the_papers_needle_cells_are_whole_questions() -> None:
     for name, values in papers.NEEDLES.rows.items():
         n = 15 if name in ("FedALA", "FFA-LoRA") else 25
         assert all(abs(value * n / 100 - round(value * n / 100)) < 0.02 for value in values[:-1] if value), name
+
+
+def called(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["reproduce", *words])
+    return (int(left.value.code or 0), *capfd.readouterr())
+
+
+def test_the_command_prints_the_table_and_writes_it(
+    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = called(capfd, "mmlu", "--scale", "tiny", "--out", str(folders["mmlu"]))
+    assert code == 0 and out == (folders["mmlu"] / "report.md").read_text()
+    assert f"`fednl reproduce mmlu --scale tiny --out {folders['mmlu']}`" in out
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Interrupted("Stopped; go on with `fednl train --resume x`.")])
+def test_after_ctrl_c_the_same_command_is_named(
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(self: Sitting) -> None:
+        raise stop
+
+    monkeypatch.setattr(Sitting, "whole", stopped)
+    code, out, err = called(capfd, "mmlu", "--scale", "tiny", "--out", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert f"what was done is kept in {tmp_path}: the same command goes on." in err and "--resume" not in err
+
+
+def test_a_table_without_lengths_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = called(capfd, "mmlu", "--scale", "tiny", "--lengths", "512", "--out", str(tmp_path))
+    assert code == 2 and "the table mmlu has no prompt lengths" in err
