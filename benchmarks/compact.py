@@ -67,6 +67,8 @@ UNTRAINED = "others untrained"
 WAYS = {"others private": "fedavg", UNTRAINED: "shared-only"}
 """What becomes of the rules that are not shared: each client trains its own, or they stay as they began."""
 LORA = "LoRA r16"
+PICKS = [f"layers.*.memory.address.{part}" for part in ("pick", "pick_bias", "decay", "scale", "centre")]
+"""Which words an address is made of, without the matrix that it is made with."""
 LOW = ["write", "layers.*.memory.gate.bias"]
 ON_LORA = ("memory.layers=none", "memory.start=fresh", "lora.rank=16", "lora.targets=all-linear")
 SETS = {
@@ -84,6 +86,7 @@ SETS = {
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
     "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
+    "picks": Rules([*BIASES, *PICKS], [*BIASES, *PICKS]),
     "compact": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
