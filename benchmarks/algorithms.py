@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fedprox": (),
     "scaffold": (),
     "fedala": (),
+    "fedweit": (),
     "reptile": (),
     "per-fedavg": (),
     "local-only": (),
@@ -57,6 +58,8 @@ STREAM_METHODS: dict[str, tuple[str, ...]] = {
     "ewc, strength 1e5": ("ewc.strength=1e5",),
     "fedssi": ("fedssi.strength=10.0",),
     "fedssi, strength 1e3": ("fedssi.strength=1e3",),
+    "fedweit": (),
+    "fedweit, drift 1": ("fedweit.drift=1.0",),
     "local-only": (),
 }
 """The same for the stream of three tasks."""

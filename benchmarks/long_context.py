@@ -29,7 +29,7 @@ from fednl.evaluation.costs import measure_cost
 from fednl.evaluation.ruler import RulerAnswer, answer_ruler, ruler_rows
 from fednl.evaluation.streaming import StreamNats, stream_nats, streaming_rows
 from fednl.models import BackboneSettings, load_backbone
-from fednl.runs import Run
+from fednl.reproduce.keeping import kept
 
 Work = Callable[[str, int], dict[str, Any]]
 
@@ -77,7 +77,7 @@ def streaming(options: argparse.Namespace, arms: Arms) -> str:
             return vars(stream_nats(model, texts[number], make_cache=make_cache))
 
     name = f"streaming-{options.texts}-{tokens}-{source(options)}-{options.seed}"
-    done = kept(options.out / f"{name}.jsonl", options.arms, options.count, read)
+    done = found_by(options, name, options.count, read)
     found = {arm: [StreamNats(**{k: tuple(v) for k, v in one.items()}) for one in done[arm]] for arm in options.arms}
     rows = streaming_rows(found, seed=options.seed, pairs=[("memory", "window-only"), ("memory", "full-attention")])
     return table(rows, ["method", "baseline", "metric", "from_token", "value", "low", "high", "n", "cache_bytes"])
@@ -93,7 +93,7 @@ def costs(options: argparse.Namespace, arms: Arms) -> str:
             return vars(measure_cost(model, text[: options.lengths[number]], make_cache=make_cache))
 
     name = f"costs-{'-'.join(map(str, options.lengths))}-{source(options)}"
-    done = kept(options.out / f"{name}.jsonl", options.arms, len(options.lengths), one)
+    done = found_by(options, name, len(options.lengths), one)
     return table(
         [{"method": arm, **cost} for arm in options.arms for cost in done[arm]],
         ["method", "context_tokens", "state_bytes", "kv_bytes", "logits_bytes", "weights_bytes", "trained_bytes"]
@@ -116,7 +116,7 @@ def ruler(options: argparse.Namespace, arms: Arms) -> str:
             return vars(answer_ruler(model, tokenizer, questions[number : number + 1], make_cache=make_cache)[0])
 
     name = f"ruler-{tokens}-{source(options)}-{options.seed}-{'-'.join(options.tasks)}"
-    done = kept(options.out / f"{name}.jsonl", options.arms, len(questions), answer)
+    done = found_by(options, name, len(questions), answer)
     found = {arm: [RulerAnswer(**one) for one in done[arm]] for arm in options.arms}
     rows = ruler_rows(found, seed=options.seed, tokens=tokens)
     return table(rows, ["method", "client", "metric", "value", "low", "high", "n", "tokens"])
@@ -127,17 +127,12 @@ def source(options: argparse.Namespace) -> str:
     return "-".join([Path(options.filler).name, Path(options.backbone).name, options.dtype])
 
 
-def kept(path: Path, arms: Sequence[str], count: int, work: Work) -> dict[str, list[dict[str, Any]]]:
-    """What every arm gave for every item, doing only what is not on a line yet."""
-    file = Run(path.parent)
-    done = {(line["arm"], line["item"]): line["found"] for line in file.read_jsonl(path.name)}
-    for arm in arms:
-        for item in range(count):
-            if (arm, item) not in done:
-                done[arm, item] = work(arm, item)
-                file.append_jsonl(path.name, {"arm": arm, "item": item, "found": done[arm, item]})
-                print(f"{arm}: {item + 1} of {count}", flush=True)
-    return {arm: [done[arm, item] for item in range(count)] for arm in arms}
+def found_by(options: argparse.Namespace, name: str, count: int, work: Work) -> dict[str, list[dict[str, Any]]]:
+    """What every arm gave for every item, doing only what is not on a line of the file yet."""
+    asked = [(arm, item) for arm in options.arms for item in range(count)]
+    path = options.out / f"{name}.jsonl"
+    done = kept(path, asked, work, lambda place: print(f"{place} of {len(asked)}", flush=True))
+    return {arm: [done[arm, item] for item in range(count)] for arm in options.arms}
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:

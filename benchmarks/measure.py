@@ -20,12 +20,18 @@ def cpu_ms(function: Callable[[], Any], repeats: int) -> float:
 
     Processor time, not the clock's, so that another program on the machine distorts it less.
     """
-    times = []
+    return cpu_ms_in_turn([function], repeats)[0]
+
+
+def cpu_ms_in_turn(functions: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Median processor milliseconds of each, called in turn, so that other programs distort their ratios less."""
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 1):
-        start = time.process_time()
-        function()
-        times.append(1e3 * (time.process_time() - start))
-    return statistics.median(times[1:])
+        for function, taken in zip(functions, times, strict=True):
+            start = time.process_time()
+            function()
+            taken.append(1e3 * (time.process_time() - start))
+    return [statistics.median(taken[1:]) for taken in times]
 
 
 def peak_mib() -> float:

@@ -1,11 +1,11 @@
 """The memory operator against its rivals: speed, correctness, share of the processor's peak, memory against length.
 
-    python benchmarks/memory_operator.py [--repeats 5] [--tokens 2048,16384]
+    python benchmarks/memory_operator.py [--repeats 5] [--tokens 2048,16384] [--only rivals,groups,share,rules,memory]
 
-One process, one thread, medians of processor time, float32, batch 1, heads of 64. Prints Markdown. Rivals that are not
-installed are left out and named: transformers' chunked gated delta rule (with its decay off), titans-pytorch, TPTT,
-and causal softmax attention. The error is the relative Frobenius error of the answers against the token-by-token
-recurrence in float64; a rival that computes another rule has none.
+One process, one thread, medians of processor time taken in turn, float32, batch 1, heads of 64. Prints Markdown. Rivals
+that are not installed are left out and named: transformers' chunked gated delta rule (with its decay off),
+titans-pytorch, TPTT, and causal softmax attention. The error is the relative Frobenius error of the answers against the
+token-by-token recurrence in float64; a rival that computes another rule has none.
 
 The file is not called operator.py: Python's own `operator` would then be hidden from every script beside it.
 """
@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from measure import cpu_ms, in_own_process, peak_mib, print_table, reset_peak
+from measure import cpu_ms, cpu_ms_in_turn, in_own_process, peak_mib, print_table, reset_peak
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from fednl.memory.operator import delta_rule, delta_rule_reference
 from fednl.memory.update_rules import RULES, function
@@ -105,15 +110,27 @@ def _titans() -> Operator:
     return run
 
 
-def measure(operator: Operator, tokens: int, repeats: int, kv_heads: int = HEADS) -> tuple[float, float]:
-    """Milliseconds of a forward pass without gradients, and of forward + backward."""
+def repeated(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """This library's operator as one that knows no groups would be used: everything once per query head."""
+    group = q.shape[2] // k.shape[2]
+    return ours(q, *(x.repeat_interleave(group, 2) for x in (k, v, beta)))
+
+
+def measure(
+    operators: Sequence[Operator], tokens: int, repeats: int, kv_heads: int = HEADS
+) -> list[tuple[float, float]]:
+    """Milliseconds of a forward pass without gradients, and of forward + backward, the operators in turn."""
     tensors = inputs(tokens, kv_heads)
 
-    def forward() -> None:
+    def forward(operator: Operator) -> None:
         with torch.no_grad():
             operator(*tensors)
 
-    return cpu_ms(forward, repeats), cpu_ms(lambda: operator(*tensors).sum().backward(), repeats)
+    def both(operator: Operator) -> None:
+        operator(*tensors).sum().backward()
+
+    first, second = (cpu_ms_in_turn([partial(do, o) for o in operators], repeats) for do in (forward, both))
+    return list(zip(first, second, strict=True))
 
 
 def error(operator: Operator) -> float:
@@ -129,10 +146,9 @@ def compare(lengths: list[int], repeats: int) -> None:
     others, missing = rivals()
     rows = []
     for tokens in lengths:
-        mine = measure(ours, tokens, repeats)
+        mine, *theirs = measure([ours, *others.values()], tokens, repeats)
         rows.append([str(tokens), "ours", f"{mine[0]:.1f} ms", f"{mine[1]:.1f} ms", f"{error(ours):.1e}"])
-        for name, operator in others.items():
-            f, b = measure(operator, tokens, max(1, repeats // 2))
+        for (name, operator), (f, b) in zip(others.items(), theirs, strict=True):
             own = "another rule" if name in ("softmax attention", "titans-pytorch") else f"{error(operator):.1e}"
             ratios = (f"{f:.1f} ms, {f / mine[0]:.2f} times ours", f"{b:.1f} ms, {b / mine[1]:.2f} times ours")
             rows.append([str(tokens), name, *ratios, own])
@@ -145,29 +161,72 @@ def grouped(lengths: list[int], repeats: int) -> None:
     """One state per KV head against the same operator on repeated heads."""
     rows = []
     for tokens in lengths:
-        one, many = measure(ours, tokens, repeats, KV_HEADS), measure(ours, tokens, repeats, HEADS)
+        one, many = measure([ours, repeated], tokens, repeats, KV_HEADS)
         pairs = [f"{a:.1f} ms against {b:.1f} ms, {b / a:.2f} times" for a, b in zip(one, many, strict=True)]
         rows.append([str(tokens), *pairs])
-    print(f"{HEADS} query and {KV_HEADS} KV heads, against as many KV heads as query heads:\n")
+    print(f"{HEADS} query and {KV_HEADS} KV heads, against keys, values and strengths repeated for every query head:\n")
     print_table(["tokens", "forward", "forward + backward"], rows)
 
 
 def peak_share(lengths: list[int], repeats: int) -> None:
-    """How much of the measured matrix product peak a forward pass reaches."""
+    """How much of the measured matrix product peak a forward pass reaches, and where its time goes."""
     square = torch.randn(1024, 1024)
     gflops = 2 * 1024**3 / cpu_ms(lambda: square @ square, repeats) / 1e6
     rows = []
     for tokens in lengths:
-        milliseconds = measure(ours, tokens, repeats)[0]
+        milliseconds = measure([ours], tokens, repeats)[0][0]
         done = tokens * HEADS * (8 * CHUNK * DIM + 6 * DIM**2) / milliseconds / 1e6
-        rows.append([str(tokens), f"{done:.1f} GFLOP/s", f"{100 * done / gflops:.0f}%"])
-    print(f"Products of 1,024 x 1,024 reach {gflops:.0f} GFLOP/s; the operator needs 8 C d + 6 d^2 a token and head:\n")
-    print_table(["tokens", "forward", "share of the peak"], rows)
+        share = f"{done:.1f} GFLOP/s, {100 * done / gflops:.0f}%"
+        for kv_heads, first in ((HEADS, share), (KV_HEADS, "")):
+            parts = [f"{100 * part:.0f}%" for part in where(tokens, repeats, kv_heads)]
+            rows.append([str(tokens), f"{HEADS} and {kv_heads}", first, *parts])
+    print(f"Products of 1,024 x 1,024 reach {gflops:.0f} GFLOP/s; the operator needs 8 C d + 6 d^2 a token and head.")
+    print(
+        "Where the time of a forward pass goes (the rest is Python, views, fresh memory, and the measuring itself):\n"
+    )
+    print_table(["tokens", "query and KV heads", "forward, share of the peak", *KINDS, "the rest"], rows)
 
 
-def every_rule(tokens: int, repeats: int) -> None:
-    """The other update rules beside the delta rule."""
-    base, rows = measure(ours, tokens, repeats, KV_HEADS), []
+KINDS = {
+    "products": ("bmm", "baddbmm"),
+    "inverse": ("linalg_solve_triangular",),
+    "copies": ("__setitem__", "copy_", "reshape", "clone"),
+    "masks, factors": ("tril_", "mul"),
+}
+
+
+class Timed(TorchFunctionMode):
+    """Adds up the processor seconds of every torch function by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.process_time()
+        result = function(*args, **(kwargs or {}))
+        self.taken[getattr(function, "__name__", "")] += time.process_time() - start  # type: ignore[assignment]
+        return result
+
+
+def where(tokens: int, repeats: int, kv_heads: int) -> list[float]:
+    """The shares of a forward pass's time that its kinds of work take, and the rest."""
+    tensors = inputs(tokens, kv_heads)
+    with torch.no_grad():
+        ours(*tensors)
+        start = time.process_time()
+        with Timed() as timed:
+            for _ in range(repeats):
+                ours(*tensors)
+    whole = time.process_time() - start
+    found = [sum(timed.taken[name] for name in names) / whole for names in KINDS.values()]
+    return [*found, 1 - sum(found)]
+
+
+def every_rule(lengths: list[int], repeats: int) -> None:
+    """The other update rules beside the delta rule, at the first length."""
+    tokens = lengths[0]
+    operators: dict[str, Operator] = {}
     for name, rule in RULES.items():
         extra: dict[str, Tensor] = {}
         if rule.decays:
@@ -183,13 +242,16 @@ def every_rule(tokens: int, repeats: int) -> None:
             out: Tensor = function(rule.fast)(q, *written, **extra)[0]
             return out
 
-        f, b = measure(run, tokens, repeats, KV_HEADS)
+        operators[name] = run
+    found = dict(zip(operators, measure(list(operators.values()), tokens, repeats, KV_HEADS), strict=True))
+    base, rows = found["delta"], []
+    for name, (f, b) in found.items():
         rows.append([name, f"{f:.1f} ms, {f / base[0]:.1f} times delta", f"{b:.1f} ms, {b / base[1]:.1f} times delta"])
     print(f"Every update rule, {tokens} tokens, {HEADS} query and {KV_HEADS} KV heads, two writes where several:\n")
     print_table(["rule", "forward", "forward + backward"], rows)
 
 
-def peaks(lengths: list[int]) -> None:
+def peaks(lengths: list[int], repeats: int) -> None:
     """Peak memory of forward + backward, each length in a process of its own."""
     rows = []
     for tokens in lengths:
@@ -199,11 +261,15 @@ def peaks(lengths: list[int]) -> None:
     print_table(["tokens", "more", "a token"], rows)
 
 
+SECTIONS = {"rivals": compare, "groups": grouped, "share": peak_share, "rules": every_rule, "memory": peaks}
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", default="2048,16384", help="lengths, with commas between")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="tables to print, with commas between")
     parser.add_argument("--peak", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -215,11 +281,8 @@ def main() -> None:
         return
     lengths = [int(part) for part in options.tokens.split(",")]
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread, C = {CHUNK}.\n")
-    compare(lengths, options.repeats)
-    grouped(lengths, options.repeats)
-    peak_share(lengths, options.repeats)
-    every_rule(lengths[0], options.repeats)
-    peaks(lengths)
+    for name in options.only.split(","):
+        SECTIONS[name](lengths, options.repeats)
 
 
 if __name__ == "__main__":

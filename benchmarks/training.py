@@ -2,9 +2,9 @@
 
     python benchmarks/training.py [--layers last:15] [--tokens 320] [--batch 4] [--repeats 5]
 
-SmolLM2-135M in float32, one thread, medians of processor time. The bound is step / (step - prefix), where the prefix is
-a forward pass of the layers below the first memory without gradients. Prints Markdown, and how far the loss of the last
-step is from that of the same steps without.
+SmolLM2-135M in float32, one thread, medians of processor time, the kinds of step in turn. The bound is
+step / (step - prefix), where the prefix is a forward pass of the layers below the first memory without gradients.
+Prints Markdown, and how far the loss of the last step is from that of the same steps without.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import cpu_ms, print_table
+from measure import cpu_ms_in_turn, print_table
 from torch import Tensor
 
-from fednl.memory import MemoryConfig, attach_memory, detach_memory, rules
+from fednl.memory import MemoryConfig, attach_memory, rules
 from fednl.memory.prefix import PrefixCache
 from fednl.memory.settings import PrefixSettings
 from fednl.models import load_backbone
@@ -75,36 +75,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = load_backbone(BackboneSettings(dtype="float32")).model
     generator = torch.Generator().manual_seed(0)
     shape = (2, options.batch, options.tokens)
     ids = torch.randint(100, 40_000, shape, generator=generator)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids]
 
-    found: dict[str, Trainer] = {}
-    times: dict[str, float] = {}
-    for name in ("whole", "kept"):
+    models = [load_backbone(BackboneSettings(dtype="float32")).model for _ in ("whole", "kept")]
+    for model in models:
         attach_memory(model, MemoryConfig(layers=options.layers), seed=0)
-        prefix = PrefixCache(model, PrefixSettings(cache="memory")) if name == "kept" else None
-        trainer = found[name] = Trainer(model, batches, prefix)
-        if prefix is not None:
-            times["filling"] = cpu_ms(trainer.step, 1)  # two batches, both new
-            times["prefix"] = cpu_ms(partial(prefix_forward, model, batches[0], prefix.layer), options.repeats)
-        else:
-            cpu_ms(trainer.step, 1)
-        times[name] = cpu_ms(trainer.step, options.repeats)
-        detach_memory(model)
+    kept = PrefixCache(models[1], PrefixSettings(cache="memory"))
+    found = {"whole": Trainer(models[0], batches, None), "kept": Trainer(models[1], batches, kept)}
+    _, filling = cpu_ms_in_turn([found["whole"].step, found["kept"].step], 1)  # two batches, both new
+    calls = [found["whole"].step, found["kept"].step, partial(prefix_forward, models[0], batches[0], kept.layer)]
+    times = dict(zip(("whole", "kept", "prefix"), cpu_ms_in_turn(calls, options.repeats), strict=True))
 
     bound = times["whole"] / (times["whole"] - times["prefix"])
     gain = times["whole"] / times["kept"]
-    kept = found["kept"].prefix
-    assert kept is not None
     print(f"Memory in {options.layers}, {options.batch} x {options.tokens} tokens; begins at layer {kept.layer}.\n")
-    filling = times["filling"] / times["whole"]
     rows = [
         ["a whole step", f"{times['whole']:.0f} ms"],
         ["of it the frozen prefix, forward", f"{times['prefix']:.0f} ms"],
-        ["a step of the filling pass", f"{times['filling']:.0f} ms, {filling:.2f} whole steps"],
+        ["a step of the filling pass", f"{filling:.0f} ms, {filling / times['whole']:.2f} whole steps"],
         ["a step with the prefix kept", f"{times['kept']:.0f} ms, {gain:.2f} times faster"],
         ["the bound, and the share of it", f"{bound:.2f} times, {100 * gain / bound:.0f}%"],
         ["kept an example", f"{kept.kept.held_bytes / len(kept.kept) / 1e6:.2f} MB"],

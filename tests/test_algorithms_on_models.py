@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from fednl.arms import adapters_hash
 from fednl.client import Bench
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.loop import run_rounds
@@ -96,3 +97,23 @@ def test_b08_what_is_trained_is_float32_over_a_bfloat16_backbone(tmp_path: Path,
     assert start and {tensor.dtype for tensor in start.values()} == {torch.float32}
     live = bench.put(start)
     assert all(tensor.dtype == torch.float32 and tensor.requires_grad for tensor in live.values())
+
+
+def test_b06_a_client_with_another_alpha_takes_no_part_and_says_why(benches: dict[str, Bench], tmp_path: Path) -> None:
+    own = benches["llama"]
+    own.config = own.config.with_overrides(["federation.algorithm=fedavg", "training.rounds=1", "federation.quorum=1"])
+    other = Bench(own.config.with_overrides(["lora.alpha=1.0"]))
+    endpoints = dict(zip(own.data, (own.endpoint("federated"), other.endpoint("federated")), strict=True))
+
+    def endpoint(client: str, *rest: Any) -> Any:
+        return endpoints[client](client, *rest)
+
+    config, run = own.config, Run(tmp_path)
+    algorithm = ALGORITHMS["fedavg"](config.method_settings, config.federation.shared)
+    adapters = adapters_hash(config, "own")
+    start, sizes = own.start("own"), {client: len(splits.train) for client, splits in own.data.items()}
+    transport = InProcessTransport(endpoint, sizes)
+    run_rounds(algorithm, transport, start, config.federation, config.training, run, seed=0, adapters=adapters)
+    rows = {row["name"]: row for row in run.read_jsonl("rounds.jsonl")[0]["clients"]}
+    assert [rows[client]["status"] for client in own.data] == ["ok", "failed"]
+    assert rows[list(own.data)[1]]["reason"] == "adapters"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from fednl.arms import TRAINED, VIEWS, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import TRAINED, VIEWS, adapters_hash, inside, make_algorithm, trained_arms, training_of
 from fednl.config import Config
 from fednl.evaluation.settings import ARMS
 
@@ -36,3 +38,17 @@ def test_each_arm_shares_what_it_should() -> None:
     names = ["layers.1.memory.gate.bias", "layers.1.memory.projection.k_up", "layers.1.q_proj.lora_A"]
     shared = {arm: make_algorithm(config(shared="memory"), arm).shared(names) for arm in TRAINED}
     assert shared == {"federated": names[:1], "federated-lora": names[2:], "local-only": [], "pooled": names}
+
+
+def test_b06_the_hash_tells_adapters_apart_that_the_tensors_do_not() -> None:
+    def hashed(setup: Any = "own", **sections: object) -> str:
+        return adapters_hash(Config.from_dict({"lora": {"rank": 4}} | sections), setup)
+
+    same = [{"lora": {"rank": 4, "alpha": 8.0}}, {"lora": {"rank": 4, "local-lr": 0.5}}, {"memory": {"start": "fresh"}}]
+    assert {hashed(**sections) for sections in same} == {hashed()}
+    turned = [hashed(lora={"rank": 4, "targets": targets}) for targets in ("q_proj,v_proj", "v_proj,q_proj")]
+    assert turned[0] == turned[1]
+    loras = [{"rank": 4, "alpha": 4.0}, {"rank": 8, "alpha": 8.0}, {"rank": 4, "targets": "q_proj"}]
+    memories = [{"mixing": "convex"}, {"window-tokens": 32}, {"layers": "last:3"}]
+    others = [*(hashed(lora=lora) for lora in loras), *(hashed(memory=memory) for memory in memories), hashed("lora")]
+    assert len({hashed(), *others}) == 8

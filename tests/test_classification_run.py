@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import fednl
+from fednl import stored_tasks
 from fednl.client import Bench
 from fednl.config import Config
-from fednl.errors import SettingsError
+from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import personal
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS, context_of, context_params
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
+from fednl.models.context_vectors import context_of, context_params
 from fednl.report import report
 from fednl.runs import Run
 from fednl.training import evaluate, train
@@ -180,6 +182,37 @@ def test_from_a_client_whose_activations_are_not_finite_nothing_leaves_and_the_r
     assert first["updated"] and [client["steps"] for client in second["clients"]] == [2, 2, 2]
 
 
+def test_injected_into_answers_only_a_run_is_the_same_with_and_without_kept_prompts(
+    backbone: Path, tmp_path: Path
+) -> None:
+    def trained(name: str, **keys: Any) -> tuple[Run, torch.Tensor]:
+        config = classification(
+            backbone, **{"context-vectors": {"inject": "answer", **keys}, "evaluation": {"arms": ["federated"]}}
+        )
+        run = train(config, tmp_path / name)
+        return run, context_params(fednl.load(run.path)[0])[COEFFICIENTS]
+
+    kept, without = trained("kept"), trained("without", **{"keep-mb": 0})
+    assert torch.allclose(kept[1], without[1], atol=1e-5)
+    scores = [
+        [row.get("value") for row in rows(run) if row["metric"] == "nats_per_token"] for run, _ in (kept, without)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    everywhere = trained("everywhere", inject="all")
+    assert not torch.allclose(kept[1], everywhere[1], atol=1e-3)
+
+
+def test_prompts_are_kept_where_nothing_but_context_vectors_sits_on_the_model(backbone: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"context-vectors": {"inject": "answer"}}
+    bench = Bench(classification(backbone, **sections))
+    bench.mount("own")
+    assert context_of(bench.model).prompts is not None
+    both = {"adapters": ["memory", "context-vectors"], "shared": ["theta", "context"]}
+    bench = Bench(classification(backbone, **sections, federation=both, memory={"window-tokens": 0}))
+    bench.mount("own")
+    assert context_of(bench.model).prompts is None
+
+
 def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +238,47 @@ def test_a_known_task_starts_from_the_store_without_a_round_of_vectors(
         classification(backbone, **sections, classification={"template": "{text} is {label}"}), tmp_path / "other"
     )
     assert other.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
+
+
+def test_a_new_task_goes_on_from_the_coefficients_of_like_ones_and_says_so(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    told: list[str] = []
+
+    def trained(name: str, template: str, store: str = "near", rounds: int = 2) -> Run:
+        sections: dict[str, dict[str, Any]] = {
+            "context-vectors": {"store": store},
+            "classification": {"template": template},
+            "evaluation": {"arms": ["federated"]},
+            "training": {"rounds": rounds},
+        }
+        told.clear()
+        return train(
+            classification(backbone, **sections), tmp_path / name, lambda event: told.append(str(event.get("text")))
+        )
+
+    def coefficients(run: Run) -> torch.Tensor:
+        return context_params(fednl.load(run.path)[0])[COEFFICIENTS]
+
+    first = trained("first", "{text} is {label}")
+    assert any("the store has no other task on this model" in text for text in told)
+    second = trained("second", "{text}: {label}")
+    assert any("1 of 1 stored tasks on this model are like this one (cosine " in text for text in told)
+    assert torch.equal(coefficients(second), coefficients(first))
+    trained("second-again", "{text}: {label}", rounds=1)
+    assert any("the task is known" in text for text in told) and not any("like this one" in text for text in told)
+
+
+def test_a_stored_task_of_another_shape_is_refused(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+    config = classification(backbone, **{"context-vectors": {"store": "on"}, "evaluation": {"arms": ["federated"]}})
+    narrow = {COEFFICIENTS: torch.zeros(2, 2, 2), VECTORS: torch.zeros(2, 2, 8)}
+    stored_tasks.store().put(Bench(config).task_key(), narrow)
+    with pytest.raises(CheckpointError, match=r"vectors \[2, 2, 8\] for this task, and its model has \[2, 2, 16\]"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

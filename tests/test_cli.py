@@ -84,7 +84,7 @@ def test_every_verb_shows_an_example_that_parses(capfd: pytest.CaptureFixture[st
         (["train", "x.toml", "--resume", "y"], 2, "settings FILE or --resume RUN"),
         (["train", "--resume", "y", "--set", "run.seed=1"], 2, "leave --set and --out away"),
         (["train", "--resume", "nowhere"], 2, "no run folder nowhere"),
-        (["reproduce", "neddles"], 2, 'no table "neddles" to reproduce; the tables are: needles'),
+        (["reproduce", "neddles"], 2, 'no table "neddles" to reproduce; the tables are: mmlu, needles'),
         (["reproduce", "needles", "--scale", "large"], 2, "the scales of needles are: tiny, small, paper"),
         (["reproduce", "needles", "--lengths", "1k"], 2, "--lengths 1k: write prompt tokens"),
     ],

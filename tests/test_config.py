@@ -194,7 +194,7 @@ def test_another_algorithm_or_task_leaves_the_section_of_the_one_before() -> Non
     assert "mmlu" not in back.to_dict() and "fedprox" not in back.to_dict()
     assert back.to_dict()["fedala"]["steps"] == 3
     assert own.with_overrides(["data.task=mmlu", "run.seed=1"]).to_dict()["mmlu"]["shots"] == 2
-    with pytest.raises(SettingsError, match=r"unknown section \[mmlu\]"):
+    with pytest.raises(SettingsError, match=r"\[mmlu\] is set, but .* would not read it"):
         own.with_overrides(["data.task=needles", "mmlu.shots=3"])
 
 
@@ -269,3 +269,31 @@ def test_a_prefix_is_not_kept_where_there_is_none(memory: dict[str, Any], lora: 
         Config.from_dict(table)
     assert Config.from_dict({**table, "prefix": {"cache": "off"}}).prefix.limit_mb == 2000
     assert Config.from_dict({"prefix": {"cache": "disk"}, "memory": {"layers": "8,14-23"}}).prefix.cache == "disk"
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "value", "remedy"),
+    [
+        ("mmlu", "imbalance", 10.0, "leave it out, or set task to needles or classification"),
+        ("public", "imbalance", 10.0, "leave it out, or set task to needles or classification"),
+        ("mmlu", "dirichlet-alpha", 0.5, "leave it out, or set task to needles"),
+        ("public", "dirichlet-alpha", 0.5, "leave it out, or set task to needles"),
+        ("classification", "dirichlet-alpha", 0.5, "set classification.alpha instead, or set task to needles"),
+    ],
+)
+def test_a_spread_that_the_task_does_not_read_is_refused(task: str, key: str, value: float, remedy: str) -> None:
+    arms = {"evaluation": {"arms": []}}
+    with pytest.raises(SettingsError) as caught:
+        Config.from_dict({"data": {"task": task, key: value}, **arms})
+    assert str(caught.value).endswith(f'[data] {key} = {value:g}, but data.task = "{task}" does not read it: {remedy}.')
+    even = {"imbalance": 1.0, "dirichlet-alpha": 0.0}
+    assert Config.from_dict({"data": {"task": task, **even}, **arms}).data.task == task
+
+
+def test_every_task_says_of_every_key_of_spread_whether_it_reads_it() -> None:
+    from fednl.data.tasks import TASKS, UNEVEN, not_read
+
+    assert UNEVEN.keys() <= TASKS.keys()
+    known = set(not_read("a task of which nothing is said"))
+    assert known == {"imbalance", "dirichlet-alpha"}
+    assert all(keys.keys() == known for keys in UNEVEN.values())

@@ -59,8 +59,11 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_the_operator_needs_torch_and_nothing_else() -> None:
-    others = {name.split(".")[0] for name in imported(SOURCE / "memory" / "operator.py")} - set(sys.stdlib_module_names)
-    assert others == {"torch"}
+    parts = ("operator", "delta_chunks", "arguments")
+    own = {f"fednl.memory.{part}" for part in parts}
+    for part in parts:
+        others = set(imported(SOURCE / "memory" / f"{part}.py")) - own
+        assert {name.split(".")[0] for name in others} - set(sys.stdlib_module_names) == {"torch"}
 
 
 @pytest.mark.parametrize(

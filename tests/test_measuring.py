@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fednl.arms import TRAINED
+from fednl.arms import TRAINED, make_algorithm
 from fednl.client import Bench
 from fednl.errors import CheckpointError, DataError, SettingsError
 from fednl.evaluation.outcomes import load_outcomes
@@ -73,6 +73,10 @@ def test_other_settings_never_overwrite_the_runs_own(backbone: Path) -> None:
     ]:
         config = own.with_overrides([override])
         assert results_name(config.data.task, changed_settings(own, config)) == name
+    # What a task does not read of how examples are spread changes none of its questions.
+    tailed, public = settings(backbone, data={"imbalance": 10.0}), settings(backbone, data={"task": "public"})
+    assert changed_settings(tailed, public) == {}
+    assert changed_settings(tailed, own) == {"data.imbalance": 1.0}
 
 
 def test_rows_are_what_the_outcomes_say_by_hand(run: Run) -> None:
@@ -141,6 +145,19 @@ def test_each_client_is_measured_with_its_own_private_rules(run: Run, monkeypatc
     assert any(not torch.equal(used["passkey"][name], used["uuid-code"][name]) for name in private)
 
 
+def test_fedalas_clients_answer_with_their_own_rules_though_all_are_shared(backbone: Path, tmp_path: Path) -> None:
+    small = {"data": {"clients": 2, "train": 2, "validation": 0, "test": 1}, "evaluation": {"arms": ["federated"]}}
+    config = settings(backbone, federation={"algorithm": "fedala"}, training={"rounds": 1, "local-lr": 0.3}, **small)
+    run = train(config, tmp_path / "run")
+    newest = load_newest(run.path / "checkpoints")
+    assert newest is not None and set(make_algorithm(config, "federated").shared(newest.params)) == set(newest.params)
+    bench, answers = Bench(config), load_outcomes(run.path / "results/needles.outcomes.jsonl")["federated"]
+    for client, state in newest.client_states.items():
+        own = bench.score("federated", client, personal(newest.params, state), lambda facts: None)
+        assert [one for one in answers if one.client == client] == own
+        assert bench.score("federated", client, newest.params, lambda facts: None) != own
+
+
 def test_validation_uses_each_clients_own_private_rules_too(run: Run) -> None:
     newest = load_newest(run.path / "checkpoints")
     assert newest is not None
@@ -198,6 +215,16 @@ def test_only_what_is_missing_is_measured_where_nothing_is_wanted_anew(run: Run)
     evaluate(run.path, None, lambda event: measured.append(str(event.get("name", ""))), asked, anew=False)
     assert [name for name in measured if name.startswith("measuring")] == ["measuring: window-only"]
     assert set(load_outcomes(run.path / "results/needles-640.outcomes.jsonl")) == {"window-only", "federated"}
+
+
+def test_some_clients_alone_are_asked_and_one_without_questions_is_refused(run: Run) -> None:
+    evaluate(run.path, overrides=["evaluation.arms=['federated']", "evaluation.clients=['name-date']"])
+    rows = run.read_json("results/needles-clients-name-date.json")["rows"]
+    assert {row["client"] for row in rows if row["metric"] == "candidates"} - {"macro", "worst", "spread"} == {
+        "name-date"
+    }
+    with pytest.raises(SettingsError, match=r'clients names "law", who has no test questions; choose from passkey'):
+        evaluate(run.path, overrides=["evaluation.clients=['law']"])
 
 
 def test_results_under_other_settings_say_so(run: Run) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from fednl.arms import make_algorithm
 from fednl.client import Bench
 from fednl.config import Config
 from fednl.errors import Interrupted, SettingsError
 from fednl.federation.checkpoint import load_round, read_tensors
 from fednl.federation.params import equal
 from fednl.measuring_stream import measure_stream
+from fednl.memory import rules as rules_of
+from fednl.models.loading import load
 from fednl.report import report
 from fednl.report.stream import one_task_line
 from fednl.runs import Run
@@ -62,7 +65,7 @@ def test_a_stream_leaves_every_task_after_every_task_forgetting_and_transfer(who
     assert sum(last[:3]) / 3 == pytest.approx(macro["federated"])
     text = report([whole.path])
     assert "## Stream of tasks" in text and "average forgetting" in text
-    assert "client-2: name-date, then multi-key, then passkey" in text
+    assert "client-02: name-date, then multi-key, then passkey" in text
     assert "FedAvg's, bit for bit" not in text
     assert "examples per client and task: 4 train" in text
 
@@ -72,9 +75,9 @@ def test_the_answers_after_a_task_are_those_of_the_rules_of_its_last_round(whole
 
     checkpoint = load_round(whole.path / "checkpoints", 1)  # beyond keep-checkpoints = 1, for it ends a task
     bench = Bench(Config.from_dict(whole.read_json("config.json")))
-    expected = bench.score("federated", "client-2", checkpoint.params, lambda facts: None, ["name-date"])
+    expected = bench.score("federated", "client-02", checkpoint.params, lambda facts: None, ["name-date"])
     kept = load_outcomes(whole.path / "results/stream.outcomes.jsonl")["federated@1"]
-    assert [one for one in kept if one.client == "client-2"] == expected
+    assert [one for one in kept if one.client == "client-02"] == expected
     assert {one.task for one in expected} == {"name-date"}
 
 
@@ -82,7 +85,7 @@ def test_a_task_is_trained_on_in_its_rounds_alone_and_boundaries_change_what_fol
     backbone: Path, tmp_path: Path, whole: Run
 ) -> None:
     bench = Bench(stream(backbone))
-    assert [{one.task for one in bench.train_examples("client-2", round)} for round in (1, 2, 3)] == [
+    assert [{one.task for one in bench.train_examples("client-02", round)} for round in (1, 2, 3)] == [
         {"name-date"}, {"multi-key"}, {"passkey"}
     ]  # fmt: skip
     assert {one.task for one in bench.train_examples("pooled", 1)} == set(TASKS["order"])
@@ -90,6 +93,47 @@ def test_a_task_is_trained_on_in_its_rounds_alone_and_boundaries_change_what_fol
     plain = train(stream(backbone, evaluation={"arms": ["window-only"]}), tmp_path / "plain")
     assert not equal(final(plain), final(whole))
     assert load_equal(plain, whole, 1)  # before the first task has ended there is nothing to hold
+
+
+def test_fedweit_answers_an_old_task_with_that_tasks_own_parts_and_the_base_as_it_is_now(
+    backbone: Path, tmp_path: Path
+) -> None:
+    from fednl.evaluation.outcomes import load_outcomes
+
+    two = {"order": ["passkey", "name-date"], "rounds-per-task": 1, "rotate": True}
+    sizes = {"tokens": 560, "clients": 2, "train": 2, "validation": 1, "test": 2}
+    own = {"sparsity": 1e-4, "drift": 1.0}
+    rate = {"rounds": 2, "local-lr": 0.3}
+    config = stream(
+        backbone, "fedweit", data=sizes, tasks=two, training=rate, evaluation={"arms": ["federated"]}, fedweit=own
+    )
+    run = train(config, tmp_path / "run")
+    bench, algorithm = Bench(config), make_algorithm(config, "federated")
+    answers = load_outcomes(run.path / "results/needles.outcomes.jsonl")["federated"]
+    assert [one.index for one in answers if one.client == "client-01"] == list(range(4))  # in the order asked
+    newest = load_round(run.path / "checkpoints", 2)
+    rules = algorithm.answers(newest.params, newest.client_states["client-01"])
+    base = {name: tensor for name, tensor in rules.items() if "/" not in name}
+    assert equal(base, final(run))
+    for task in two["order"]:
+        own_rules = {name.removeprefix(f"{task}/"): t for name, t in rules.items() if name.startswith(f"{task}/")}
+        assert own_rules.keys() == base.keys() and not equal(own_rules, base)
+        expected = bench.score("federated", "client-01", own_rules, lambda facts: None, [task])
+        assert [one for one in answers if (one.client, one.task) == ("client-01", task)] == expected
+        assert bench.score("federated", "client-01", base, lambda facts: None, [task]) != expected
+    # After the first task the second one's questions are not asked, and the first one's with its own parts.
+    first = load_round(run.path / "checkpoints", 1)
+    then = algorithm.answers(first.params, first.client_states["client-01"])
+    kept = load_outcomes(run.path / "results/stream.outcomes.jsonl")["federated@1"]
+    expected = bench.score("federated", "client-01", then, lambda facts: None, ["passkey"])
+    assert [one for one in kept if one.client == "client-01"] == expected
+    # What validation measured after the last round, too.
+    told = [row["validation_loss"] for row in run.read_jsonl("rounds.jsonl")[-1]["clients"]]
+    assert told[0] == pytest.approx(bench.validate("federated", "client-01", rules)[0], rel=1e-9)
+    assert told[0] != pytest.approx(bench.validate("federated", "client-01", base)[0], rel=1e-9)
+    # Whoever loads the run has the base.
+    model, _ = load(run.path)
+    assert all(torch.equal(tensor, final(run)[name]) for name, tensor in rules_of(model).items())
 
 
 def load_equal(left: Run, right: Run, round: int) -> bool:

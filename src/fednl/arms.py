@@ -6,6 +6,8 @@ it needs and what is done to the memory or the text.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -117,6 +119,36 @@ def adapters_of(config: Config, setup: Setup) -> list[tuple[str, Any]]:
     sections = {"memory": memory, "lora": lora, "context-vectors": config.context_vectors}
     wanted = [*own, *(["lora"] if "memory" in own and lora.rank else [])]
     return _present((kind, settings) for kind, settings in sections.items() if kind in wanted)
+
+
+def adapters_hash(config: Config, setup: Setup) -> str:
+    """Gives a hash of all that makes a setup's rules comparable but is not in them: kinds, places, scales.
+
+    Clients whose hashes differ must not be averaged: LoRA factors of another alpha fit in name and shape, and mean
+    something else.
+
+    Args:
+        config: a client's settings.
+        setup: what sits on its backbone.
+
+    Returns:
+        16 hexadecimal digits of a SHA-256.
+    """
+    told = []
+    for kind, settings in adapters_of(config, setup):
+        own = settings.model_dump(mode="json", by_alias=False, exclude=_COMPARABLE[kind])
+        if kind == "lora":  # one alpha and one set of modules may be written in several ways
+            own |= {"alpha": settings.scale_alpha, "targets": sorted(settings.targets.split(","))}
+        told.append([kind, own])
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# What may differ between clients: how rules begin, how fast they are trained, how a pass is cut into pieces.
+_COMPARABLE = {
+    "memory": {"start", "chunk_tokens"},
+    "lora": {"local_lr"},
+    "context-vectors": {"start_lambda", "start_beta", "clip_norm", "store", "noise_std", "keep_mb"},
+}
 
 
 def _present(adapters: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

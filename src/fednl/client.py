@@ -17,12 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednl.arms import POOLED, TRAINED, VIEWS, Setup, adapters_of, exchange_of, make_algorithm, training_of
+from fednl.answering import answer, with_their_rules
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    VIEWS,
+    Setup,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    make_algorithm,
+    training_of,
+)
 from fednl.config import Config
 from fednl.data import Splits, Stream, collate, demonstrations, stream_task, task
-from fednl.errors import BackboneError, NonFiniteError
+from fednl.errors import BackboneError, MessageError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.scoring import score_candidates
 from fednl.federation.frames import OnProgress
 from fednl.federation.local import LocalPlan
 from fednl.federation.loop import sample_clients
@@ -37,6 +47,7 @@ from fednl.memory.sites import is_attached, is_recurrent
 from fednl.models import ADAPTERS, load_backbone
 from fednl.models.adapters import Adapter
 from fednl.models.context_store import TaskKey
+from fednl.models.context_vectors import keep_prompts
 from fednl.models.recurrent import RecurrentCache
 from fednl.problem import IGNORED, ClientProblem, answer_nats
 from fednl.seeding import torch_rng
@@ -105,6 +116,7 @@ class Bench:
             layers=int(self.backbone.identity["layers"]),
             dtype=str(self.model.dtype),
             position=self.config.context_vectors.position,
+            inject=self.config.context_vectors.inject,
         )
 
     @property
@@ -162,6 +174,8 @@ class Bench:
             if setup == "own" and "memory" in self.config.federation.adapters and not self.config.memory.is_absent:
                 load_start(self.backbone, self._live(), self.config.memory)
             self._start[setup] = {name: p.detach().clone() for name, p in self._live().items()}
+        if [adapter.kind for adapter in self._adapters] == ["context-vectors"]:
+            keep_prompts(self.model, self.config.context_vectors)
         self._prefix = None
         frozen_below = "memory" in self.config.federation.adapters and setup == "own" and not self._injects
         if frozen_below and self.config.prefix.cache != "off":
@@ -170,7 +184,7 @@ class Bench:
         self._setup = setup
 
     def nats(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """`answer_nats` of the mounted model; with `prefix.cache`, from the first memory layer on where it can be."""
+        """`answer_nats` of the mounted model; without what was computed of the batch before, where that is kept."""
         with nullcontext() if self._prefix is None else self._prefix.over(batch):
             return answer_nats(self.model, batch)
 
@@ -193,11 +207,16 @@ class Bench:
         kind = TRAINED[arm]
         algorithm = make_algorithm(self.config, arm)
         training = training_of(self.config, arm, sum(bool(splits.train) for splits in self.data.values()))
-        exchange = exchange_of(self.config, arm)
+        exchange, adapters = exchange_of(self.config, arm), adapters_hash(self.config, kind.setup)
 
         def train(
             client: str, message: Message, state: ClientState, on_progress: OnProgress
         ) -> tuple[Message, ClientState]:
+            if message.adapters not in ("", adapters):
+                raise MessageError(
+                    "adapters",
+                    "This client's [memory], [lora] or [context-vectors] are not those of the run: use the same.",
+                )
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
             plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))
@@ -211,12 +230,12 @@ class Bench:
         """Answers a client's test questions in one arm; `tasks` names those of a stream that are asked, None all."""
         view = VIEWS[arm]
         self.mount(view.setup)
-        if view.rules:
-            self.put(params)
         examples = [one for one in self.data[client].test if tasks is None or one.task in tasks]
-        outcomes = score_candidates(
+        outcomes = answer(
             self.model,
             examples,
+            params if view.rules else {},
+            self.put,
             arm=arm,
             make_cache=self._new_cache,
             ids=view.prompt,
@@ -229,19 +248,22 @@ class Bench:
     def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:
         """A client's validation questions, answered with these rules."""
         self.mount(TRAINED[arm].setup)
-        self.put(params)
         examples, size = self.data[client].validation, self.config.evaluation.batch
-        return score_candidates(self.model, examples, arm=arm, make_cache=self._new_cache, batch=size)
+        return answer(self.model, examples, params, self.put, arm=arm, make_cache=self._new_cache, batch=size)
 
     def validate(self, arm: str, client: str, params: Params) -> tuple[float, int]:
         """A client's validation loss: nats per answer token (NaN if not finite), and the number of those tokens."""
         examples = self.data[client].validation
         self.mount(TRAINED[arm].setup)
-        self.put(params)
         size, nats, tokens = self.config.evaluation.batch, 0.0, 0
         with torch.no_grad():
-            for first in range(0, len(examples), size):
-                batch = self.collated(examples[first : first + size])
+            parts = (
+                places[first : first + size]
+                for places in with_their_rules(examples, params, self.put)
+                for first in range(0, len(places), size)
+            )
+            for part in parts:
+                batch = self.collated([examples[place] for place in part])
                 count = int((batch["labels"] != IGNORED).sum())
                 try:
                     nats += float(self.nats(batch)) * count

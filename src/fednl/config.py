@@ -21,7 +21,7 @@ from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_lora import check_adapters, check_lora
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
-from fednl.data.tasks import TASKS, task_settings
+from fednl.data.tasks import TASKS, check_uneven, task_settings
 from fednl.errors import SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
@@ -105,7 +105,9 @@ class Config(Section):
         """
         from fednl.federation.algorithms import ALGORITHMS
 
-        check = Checker(where, frozenset(overridden), {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)})
+        names = {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)}
+        others = {key: (section, names[key]) for key, (section, _) in _OWN.items()}
+        check = Checker(where, frozenset(overridden), others)
         sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
         own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
         kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
@@ -127,6 +129,7 @@ class Config(Section):
         algorithm = ALGORITHMS[own["algorithm"]](config.method_settings, config.federation.shared)
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
+            check_uneven(config.data)
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
@@ -206,10 +209,10 @@ class Config(Section):
             SettingsError: an override is not readable, or its key or value is wrong.
         """
         table = self.to_dict()
-        after = {".".join(_parse_override(one)[:2]): _parse_override(one)[2] for one in overrides}
+        after = {(section, key): value for section, key, value in map(_parse_override, overrides)}
         for key, (section, _) in _OWN.items():
             name = table[section][key]
-            if after.get(f"{section}.{key}", name) != name:
+            if after.get((section, key), name) != name:
                 table.pop(name, None)
         return _overridden(table, "settings", overrides)
 

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from fednl.errors import SettingsError
 
-Others: TypeAlias = Mapping[str, Sequence[str]]
+Others: TypeAlias = Mapping[str, tuple[str, Sequence[str]]]
 _NONE: Others = {}
-_HOMES = {"algorithm": "federation", "task": "data"}
 
 
 class Checker:
@@ -24,7 +23,8 @@ class Checker:
     Args:
         where: what an error names as the place, usually the file.
         overridden: the `section.key` names that came from `--set`; an error then names `--set` instead.
-        others: the names of algorithms and tasks whose sections are not read now, yet are no misspelling.
+        others: by key, the section that it stands in and the words that it takes: names of sections that are perhaps
+            not read now, yet are no misspelling.
     """
 
     def __init__(self, where: str, overridden: frozenset[str] = frozenset(), others: Others = _NONE) -> None:
@@ -78,15 +78,15 @@ class Checker:
     def _unknown_section(
         self, section: str, content: Any, keys: Mapping[str, list[str]], own: Mapping[str, str]
     ) -> str:
-        for key, names in self.others.items():
+        for key, (home, names) in self.others.items():
             if isinstance(content, Mapping) and section in names:
                 return (
-                    f'[{section}] is set, but [{_HOMES[key]}] {key} = "{own[key]}" would not read it; '
+                    f'[{section}] is set, but [{home}] {key} = "{own[key]}" would not read it; '
                     f'remove it or set {key} = "{section}".'
                 )
         if not isinstance(content, Mapping):
-            home = _elsewhere(section, "", keys)
-            return f'the key "{section}" stands above every section; {home or "move it into its section."}'
+            hint = _elsewhere(section, "", keys) or "move it into its section."
+            return f'the key "{section}" stands above every section; {hint}'
         return f"unknown section [{section}]; {hint_for(section, [*keys, *own.values()], 'sections')}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.long_tail import thirds
-from fednl.errors import CheckpointError, DataError, FednlError
+from fednl.data.tasks import not_read
+from fednl.errors import CheckpointError, DataError, FednlError, SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fednl.evaluation.rows import result_rows
@@ -18,7 +19,7 @@ from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
-from fednl.federation.params import Params, personal, shared_groups
+from fednl.federation.params import Params, shared_groups
 from fednl.federation.pool import Job
 from fednl.federation.wire import pack, unpack
 from fednl.origin import FILE
@@ -36,11 +37,12 @@ _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
 def changed_settings(own: Config, config: Config) -> dict[str, Any]:
     """Gives the settings under which a run's rules meet other questions than the run's own, by `section.key`."""
     then, now = own.to_dict(), config.to_dict()
+    same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(config.data.task)}
     return {
         f"{section}.{key}": value
         for section in ("data", "memory", "evaluation")
         for key, value in now[section].items()
-        if value != then[section].get(key) and f"{section}.{key}" not in _SAME_QUESTIONS
+        if value != then[section].get(key) and f"{section}.{key}" not in same
     }
 
 
@@ -83,7 +85,7 @@ def measure(
     measured_of = MEASURES[config.data.task]
     name = results_name(config.data.task, changed or {})
     path = run.folder("results") / f"{name}{OUTCOMES}"
-    asked = {arm: _asked(run, facts, arm) for arm in VIEWS}
+    asked = {arm: _asked(run, facts, arm, config.evaluation.clients) for arm in VIEWS}
     found = {
         arm: outcomes
         for arm, outcomes in earlier(path, on_event).items()
@@ -153,9 +155,14 @@ def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:
     return thirds({row["client"]: row["n"] for row in rows if row["split"] == "train" and row["n"]})
 
 
-def _asked(run: Run, facts: Mapping[str, Any], arm: str) -> dict[str, int]:
+def _asked(run: Run, facts: Mapping[str, Any], arm: str, clients: Collection[str]) -> dict[str, int]:
     """Which clients answer in an arm, and how many questions; one that did not train has no rules of its own."""
     tests = {row["client"]: row["n"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
+    if unknown := [client for client in clients if client not in tests]:
+        raise SettingsError(
+            f'[evaluation] clients names "{unknown[0]}", who has no test questions; choose from {", ".join(tests)}.'
+        )
+    tests = {client: n for client, n in tests.items() if not clients or client in clients}
     if VIEWS[arm].rules != "local-only":
         return tests
     rows = run.read_json(FILE)["rows"]
@@ -217,7 +224,8 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
     algorithm = make_algorithm(config, rules)
-    if len(algorithm.shared(params)) + len(algorithm.given(params)) == len(params):
+    travels = len(algorithm.shared(params)) + len(algorithm.given(params))
+    if travels == len(params) and not algorithm.traits.keeps_own:
         return dict.fromkeys(clients, params)
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)
@@ -226,7 +234,7 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
             f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
             f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
         )
-    return {client: personal(params, checkpoint.client_states.get(client, {})) for client in clients}
+    return {client: algorithm.answers(params, checkpoint.client_states.get(client, {})) for client in clients}
 
 
 def _shared(run: Run, config: Config, rules: str) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fednl.arms import TRAINED, VIEWS, inside
+from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.stream import Stream
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.stream import stream_rows
 from fednl.federation.checkpoint import load_round
 from fednl.federation.inline import Pool
-from fednl.federation.params import Params, personal
+from fednl.federation.params import Params
 from fednl.measuring import AFTER, OUTCOMES, OnEvent, earlier, keep, score_arm
 from fednl.runs import Run
 
@@ -52,7 +52,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
             asked = {client: sum(outcome.client == client for outcome in due) for client in answering}
             key = f"{arm}{AFTER}{place}"
             if len(found.get(key, [])) != len(due):
-                rules = _rules_after(run, arm, round, list(asked))
+                rules = _rules_after(run, config, VIEWS[arm].rules, round, list(asked))
                 found[key] = score_arm(pool, arm, rules, asked, on_event, tasks, f", after task {place}")
                 keep(path, found)
             arms.setdefault(arm, []).append(found[key])
@@ -68,7 +68,8 @@ def _shows_the_rules(arm: str) -> bool:
     return view.rules in TRAINED and view.prompt == "prompt_ids" and not view.zeroed
 
 
-def _rules_after(run: Run, arm: str, round: int, clients: list[str]) -> dict[str, Params]:
+def _rules_after(run: Run, config: Config, rules: str, round: int, clients: list[str]) -> dict[str, Params]:
     """Each client's rules as they were after a round: the shared ones, and its own where some are private."""
-    checkpoint = load_round(run.path / inside(VIEWS[arm].rules, "checkpoints"), round)
-    return {client: personal(checkpoint.params, checkpoint.client_states.get(client, {})) for client in clients}
+    checkpoint, algorithm = load_round(run.path / inside(rules, "checkpoints"), round), make_algorithm(config, rules)
+    states = checkpoint.client_states
+    return {client: algorithm.answers(checkpoint.params, states.get(client, {})) for client in clients}

@@ -12,6 +12,8 @@ from torch import Tensor
 from fednl.data import iterate_batches
 from fednl.errors import NonFiniteError
 from fednl.federation.params import Params
+from fednl.models.context_vectors import answering, answers_of
+from fednl.models.kept_prompts import first_predictions
 from fednl.seeding import python_rng
 
 if TYPE_CHECKING:
@@ -23,16 +25,23 @@ IGNORED = -100
 def answer_nats(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Mean cross-entropy of a batch's answer tokens, in nats per token; a scalar with gradient.
 
-    Only the answers' logits are computed. `batch` is what `fednl.data.collate` gives.
+    Only the answers' logits are computed. `batch` is what `fednl.data.collate` gives. Where context vectors are
+    injected into answers only and prompts are kept, the answers alone run.
     """
     labels = batch["labels"]
+    answers = answers_of(model, batch)
+    if answers is not None:
+        with answering(model, 0):
+            found = model(**answers.inputs).logits.float()
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), answers.labels.flatten(), ignore_index=IGNORED)
     positions = (labels != IGNORED).any(0).nonzero().squeeze(1)
-    logits = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        use_cache=False,
-        logits_to_keep=positions - 1,
-    ).logits.float()
+    with answering(model, first_predictions(labels)):
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            use_cache=False,
+            logits_to_keep=positions - 1,
+        ).logits.float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, positions].flatten(), ignore_index=IGNORED)
 
 

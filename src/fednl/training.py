@@ -7,25 +7,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fednl.arms import POOLED, TRAINED, adapters_of, exchange_of, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import (
+    POOLED,
+    TRAINED,
+    adapters_hash,
+    adapters_of,
+    exchange_of,
+    inside,
+    make_algorithm,
+    trained_arms,
+    training_of,
+)
 from fednl.config import Config
+from fednl.data.tasks import not_read
 from fednl.environment import environment
 from fednl.errors import FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
-from fednl.federation.params import Params, personal
+from fednl.federation.params import Params
 from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
-from fednl.fetching import cache_folder
 from fednl.measuring import changed_settings, forget, measure
 from fednl.measuring_stream import measure_stream
-from fednl.models.context_store import ContextStore, TaskKey
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
 from fednl.runs import Run
+from fednl.stored_tasks import ask_for_like, keep, known
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 _LOADING = {"event": "phase", "name": "loading the backbone and making the data"}
@@ -108,7 +118,10 @@ def evaluate(
     run = Run.open(Path(path))
     own = config_of(run)
     check_settings(run, own)
-    config = own.with_overrides([*([] if task is None else [f"data.task={task}"]), *overrides])
+    other = (
+        [] if task is None else [f"data.task={task}", *(f"data.{key}={even}" for key, even in not_read(task).items())]
+    )
+    config = own.with_overrides([*other, *overrides])
     # A section that is new is fixed unless it is named here; an algorithm's and a task's are compared as they are read.
     free = {"data", "evaluation", "prefix", "algorithm", "task"}
     pairs = {name: (getattr(own, name), getattr(config, name)) for name in Config.model_fields if name not in free}
@@ -214,9 +227,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
     transport = ProcessTransport(pool, clients, {"arm": name})
 
+    algorithm = make_algorithm(config, name)
+
     def validate(round: int, params: Params) -> Validation:
         states = transport.states()
-        own = {client: personal(params, states.get(client, {})) for client in sorted(examples)}
+        own = {client: algorithm.answers(params, states.get(client, {})) for client in sorted(examples)}
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
         told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
@@ -225,12 +240,15 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
             {client: told[client]["correct"] for client in own if "correct" in told[client]},
         )
 
+    algorithm = make_algorithm(config, name)
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:
         _write_descriptions(run, config, facts)
-        start |= _stored(facts, on_event)
+        start |= known(facts, start, on_event)
+        if config.context_vectors.store == "near":
+            ask_for_like(algorithm, facts, on_event)
     trained = run_rounds(
-        make_algorithm(config, name),
+        algorithm,
         transport,
         start,
         settings,
@@ -242,22 +260,11 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         validate_round=validate if config.data.validation and name != "local-only" else None,
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
+        adapters=adapters_hash(config, kind.setup),
     )
-    if not kind.folder and "context_key" in facts:
-        _store().put(TaskKey(**facts["context_key"]), trained)
+    if not kind.folder:
+        keep(facts, trained)
     run.write_json(inside(name, "finished.json"), {"rounds": training.rounds})
-
-
-def _store() -> ContextStore:
-    return ContextStore(cache_folder() / "context")
-
-
-def _stored(facts: Mapping[str, Any], on_event: OnEvent) -> Params:
-    """The vectors and coefficients that the store has for this run's task, where it may look."""
-    known = _store().get(TaskKey(**facts["context_key"])) if "context_key" in facts else None
-    if known is not None:
-        on_event({"event": "note", "text": "the task is known: starting from stored context vectors and coefficients"})
-    return known or {}
 
 
 def _write_descriptions(run: Run, config: Config, facts: Mapping[str, Any]) -> None:

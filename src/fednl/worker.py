@@ -44,7 +44,7 @@ def handlers(config: Config) -> dict[str, Handler]:
         }
         if own.backbone.context_tokens:
             facts["context_tokens"] = own.backbone.context_tokens
-        if config.context_vectors.store == "on":
+        if config.context_vectors.store != "off":
             facts["context_key"] = vars(own.task_key())
         if config.data.task == "needles":  # the only task so far that reads `data.filler`
             facts["filler_sha256"] = load_filler(config.data.filler).sha256

@@ -154,6 +154,13 @@ def test_a_template_without_its_placeholders_is_refused(template: str) -> None:
         ({"red": 60, "green": 60}, {}, {"labels": ("red", "blue=x")}, DataError, 'has 0 texts of the class "blue"'),
         ({"red": 60, "green": 60, "blue": 60}, {}, {"labels": ("red", "green")}, DataError, 'leaves out "blue"'),
         ({"red": 60}, {}, {}, DataError, "has one class only"),
+        (
+            {"red": 60, "green": 60, "blue": 60},
+            {"clients": 1, "train": 2},
+            {},
+            DataError,
+            'no client gets a training text of the class "',
+        ),
         ({"red": 60, "green": 60}, {"train": 500}, {}, DataError, "has 120 different texts, and 2036 are asked for"),
         (
             {"red": 90, "green": 90, "blue": 3},

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednl.data.client_names import numbered_clients
 from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needles import CLIENTS, build, build_stream
 from fednl.data.partition import partition_rows
 from fednl.data.settings import DataSettings
-from fednl.data.stream import TasksSettings, numbered_clients
+from fednl.data.stream import TasksSettings
 from fednl.errors import SettingsError
 
 KINDS = list(CLIENTS)
@@ -53,16 +54,16 @@ def test_needle_clients_train_and_are_tested_by_the_same_shares(settings: Make, 
         "validation": 2,
         "test": 4,
         "dirichlet_alpha": 0.3,
-        "hold_out_clients": ("client-3",),
+        "hold_out_clients": ("client-03",),
     }
     clients = build(settings(**few), tokenizer, 120, "candidates", 3)
-    dealt = mixtures(KINDS, ["client-1", "client-2"], 8, 0.3, 1.0, 3)
-    assert list(clients) == ["client-1", "client-2", "client-3"]
+    dealt = mixtures(KINDS, ["client-01", "client-02"], 8, 0.3, 1.0, 3)
+    assert list(clients) == ["client-01", "client-02", "client-03"]
     for name, own in dealt.items():
         assert Counter(one.task for one in clients[name].train) == own
         assert Counter(one.task for one in clients[name].test) == {k: n for k, n in apportion(own, 4).items() if n}
         assert [one.index for one in clients[name].test] == list(range(4))
-    held = clients["client-3"]
+    held = clients["client-03"]
     assert (len(held.train), len(held.validation), len(held.test)) == (0, 0, 4)
     again = build(settings(**few), tokenizer, 120, "candidates", 3)
     assert partition_rows(again) == partition_rows(clients)

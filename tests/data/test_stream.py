@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednl.data.client_names import numbered_clients
 from fednl.data.needles import build, build_stream
 from fednl.data.partition import partition_rows
 from fednl.data.settings import DataSettings
-from fednl.data.stream import Stream, TasksSettings, numbered_clients
+from fednl.data.stream import Stream, TasksSettings
 from fednl.errors import SettingsError
 
 ORDER = ("passkey", "name-date", "multi-key")
@@ -30,13 +31,13 @@ def test_all_clients_go_in_one_order_or_each_begins_one_further() -> None:
     assert {stream().tasks_of(client) for client in numbered_clients(4)} == {ORDER}
     turned = [stream(rotate=True).tasks_of(client)[0] for client in numbered_clients(4)]
     assert turned == ["passkey", "name-date", "multi-key", "passkey"]
-    assert stream(rotate=True).tasks_of("client-2") == ("name-date", "multi-key", "passkey")
+    assert stream(rotate=True).tasks_of("client-02") == ("name-date", "multi-key", "passkey")
     assert numbered_clients(10)[::9] == ["client-01", "client-10"]
     assert stream().settings.last_rounds == [2, 4, 6]
 
 
 def test_a_task_lasts_its_rounds_and_the_last_one_for_ever() -> None:
-    assert [stream().at("client-1", round) for round in range(1, 9)] == [
+    assert [stream().at("client-01", round) for round in range(1, 9)] == [
         *["passkey"] * 2, *["name-date"] * 2, *["multi-key"] * 4
     ]  # fmt: skip
 
@@ -86,5 +87,5 @@ def test_what_cannot_be_a_stream_is_refused(settings: Make, tokenizer: Any) -> N
     with pytest.raises(SettingsError, match='"passkeys", which is no kind of needle: choose from passkey'):
         build_stream(settings(**SMALL), tokenizer, 120, "candidates", 3, TasksSettings(order=("passkeys",)))
     held = settings(**SMALL, hold_out_clients=("passkey",))
-    with pytest.raises(SettingsError, match="choose from client-1"):
+    with pytest.raises(SettingsError, match="choose from client-01"):
         build_stream(held, tokenizer, 120, "candidates", 3, TasksSettings(order=ORDER))

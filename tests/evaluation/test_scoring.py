@@ -208,6 +208,36 @@ def test_a_model_that_knows_nothing_is_at_chance_at_every_position() -> None:
     assert [o.chosen for o in again] == [o.chosen for o in outcomes]
 
 
+def test_a_model_that_knows_nothing_is_exactly_at_chance_over_all_places_of_the_answer() -> None:
+    asked = [ask(i, length=6) for i in range(60)]
+    correct = 0
+    for turn in range(4):
+        turned = [replace(one, gold=(one.gold + turn) % 4) for one in asked]
+        correct += sum(o.correct for o in function_score(lambda seen: torch.zeros(VOCAB), turned, batch=20)[1])
+    assert correct == len(asked)  # of 4 * 60 questions, one in four: no place of the right answer is favoured
+
+
+def test_an_empty_answer_and_a_wrong_one_score_nothing() -> None:
+    end = VOCAB - 1
+    asked = [
+        replace(one, candidate_ids=tuple(tuple(id % end for id in ids) for ids in one.candidate_ids))
+        for one in (ask(i) for i in range(12))
+    ]
+    _, silent = function_score(lambda seen: torch.zeros(VOCAB).index_fill(0, torch.tensor([end]), 20.0), asked)
+    assert not any(o.recall for o in silent) and all(o.token_accuracy == 0.0 for o in silent)
+    begins = {one.prompt_ids: one.candidate_ids[(one.gold + 1) % 4] for one in asked}
+
+    def errs(seen: tuple[int, ...]) -> Tensor:
+        logits = torch.zeros(VOCAB)
+        for prompt, wrong in begins.items():
+            if seen[: len(prompt)] == prompt and seen[len(prompt) :] == wrong[: len(seen) - len(prompt)] != wrong:
+                logits[wrong[len(seen) - len(prompt)]] = 20.0
+        return logits
+
+    _, wrong = function_score(errs, asked)
+    assert not any(o.correct or o.recall for o in wrong)
+
+
 def test_ties_are_broken_among_the_tied_only() -> None:
     asked = [replace(ask(i, length=5), candidate_ids=((1,), (2,), (3,), (4,))) for i in range(60)]
 

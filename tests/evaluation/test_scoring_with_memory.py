@@ -77,7 +77,7 @@ def test_scores_equal_one_token_at_a_time(model: PreTrainedModel, zero_state: bo
     first = score_candidates(model, asked, arm="a", make_cache=MemoryCache, zero_state_at_question=zero_state, batch=8)
     for example, outcome in zip(asked, first, strict=True):
         assert outcome.logprob_gold == pytest.approx(token_by_token(model, example, zero_state), abs=1e-4)
-    for batch, pieces in [(1, 2048), (2, 7)]:
+    for batch, pieces in [(1, 2048), (4, 2048), (2, 7)]:
         again = score_candidates(
             model,
             asked,

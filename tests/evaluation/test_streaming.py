@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from fednl.data.documents import documents
 from fednl.errors import DataError, NonFiniteError, SettingsError
-from fednl.evaluation.streaming import StreamNats, stream_nats, streaming_rows, strided_nats
+from fednl.evaluation.streaming import StreamNats, coarser, stream_nats, streaming_rows, strided_nats
 from fednl.memory import MemoryCache, MemoryConfig
 from fednl.memory.attach import attach_memory
 from small_run import byte_tokenizer, tiny_backbone
@@ -176,3 +176,18 @@ def test_documents_are_whole_and_apart(tmp_path: Path) -> None:
     assert not any(numbers[i] & numbers[j] for i in range(5) for j in range(i))
     with pytest.raises(DataError, match=r"holds \d stretches of 5000 tokens"):
         documents(str(path), tokenizer, 5, 5000)
+
+
+def test_fine_bins_in_long_pieces_are_the_same_and_add_up_to_coarse_ones(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = text(150)
+    cache = {"make_cache": lambda model: DynamicCache(config=model.config)}
+    fine = stream_nats(model, ids, bin_tokens=8, piece_tokens=64, across_bins=True, **cache)
+    again = stream_nats(model, ids, bin_tokens=8, piece_tokens=5, **cache)
+    assert fine.tokens == again.tokens == (7, *[8] * 17, 6)
+    assert fine.nats == pytest.approx(again.nats, abs=1e-5)
+    assert fine.cache_bytes[0] == fine.cache_bytes[7] > again.cache_bytes[0]
+    coarse, whole = coarser(fine, 4), stream_nats(model, ids, bin_tokens=32, piece_tokens=32, **cache)
+    assert coarse.tokens == whole.tokens
+    assert coarse.nats == pytest.approx(whole.nats, abs=1e-5)
+    assert coarser(fine, 1) == fine and coarser(coarse, 3) == coarser(fine, 12)

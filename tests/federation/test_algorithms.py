@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from federation_toys import GATE, WRITE, Bench, Regression, own_settings, plain_training, start_params
 
+from fednl.federation import record
 from fednl.federation.algorithms import ALGORITHMS, PRESETS
 from fednl.federation.algorithms.fedadam import FedAdam, FedAdamSettings
 from fednl.federation.algorithms.fedavg import FedAvg
@@ -17,7 +19,8 @@ from fednl.federation.algorithms.fedavgm import FedAvgM, FedAvgMSettings
 from fednl.federation.algorithms.fedyogi import FedYogi, FedYogiSettings
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal, personal
-from fednl.federation.transport import Reply
+from fednl.federation.settings import TrainingSettings
+from fednl.federation.transport import InProcessTransport, Reply
 
 KINDS = sorted(ALGORITHMS)
 
@@ -64,6 +67,7 @@ def test_the_traits_say_whether_tensors_go_beside_the_rules(kind: str) -> None:
     algorithm = ALGORITHMS[kind](shared="all")
     beside = [*algorithm.extra(start_params()), *algorithm.given(["context.vectors"])]
     assert bool(beside) == algorithm.traits.sends_extra
+    assert bool(algorithm.apart(algorithm.extra(start_params()))) == algorithm.traits.passes_on
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,6 +99,25 @@ def test_server_state_and_rules_stay_finite_and_new(kind: str) -> None:
     assert equal(params, before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_c16_memory_stays_flat_over_fifty_rounds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind != "fedavg":  # checkpoints are written the same way for all, and are most of the time
+        monkeypatch.setattr(record, "save_round", lambda *rest: None)
+    live: dict[int, int] = {}
+    training = TrainingSettings(rounds=50, local_steps=1)
+    toy = bench(tmp_path / "r", kind, training=training, sizes={"ada": 3})
+
+    def count(event: Any) -> None:
+        if event["event"] == "round-end" and event["round"] in (10, 50):
+            gc.collect()
+            live[event["round"]] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    toy.run(InProcessTransport(toy.endpoint(), toy.sizes), on_event=count)
+    assert live[50] <= live[10]
+    kept = len(list((toy.path / "checkpoints").iterdir()))
+    assert kept == (toy.settings.keep_checkpoints if kind == "fedavg" else 0)
+
+
 # The settings at which an algorithm must be FedAvg to the bit, where it has such.
 NEUTRAL: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -105,6 +128,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "fedala": {"weight_lr": 0.0},
     "ewc": {"strength": 0.0},
     "fedssi": {"strength": 0.0},
+    "fedweit": {"parts": (), "drift": 0.0, "unsent": 0.0},
     "reptile": {"outer_lr": 1.0},
     "per-fedavg": {"inner_lr": 0.0},
     "ifed-icl": {},  # the toys leave no context vectors

@@ -12,9 +12,10 @@ import torch
 from federation_toys import GATE, PROJECTION, WRITE, Bench, forge, start_params
 
 from fednl.errors import MessageError
-from fednl.federation.exchange import ROBUST, CombineSettings, Exchange, TrafficSettings
+from fednl.federation.exchange import CombineSettings, Exchange, TrafficSettings
 from fednl.federation.message import Message
 from fednl.federation.params import Params, finite, norm, subtract
+from fednl.federation.robust import RULES as ROBUST
 from fednl.federation.settings import TrainingSettings
 from fednl.federation.transport import Reply
 from fednl.federation.validate import Wanted

@@ -211,6 +211,26 @@ def test_a_round_in_which_no_vector_came_is_taken_again(tmp_path: Path) -> None:
     assert torch.allclose(params[VECTORS], mean_vectors(dict.fromkeys(SIZES, 1.0)), atol=1e-7)
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_like_tasks_are_asked_for_once_after_the_first_round_of_coefficients(tmp_path: Path, found: bool) -> None:
+    asked: list[torch.Tensor] = []
+    theirs = torch.full((2, 2, 2), 0.25, dtype=torch.float64)
+
+    def like(coefficients: torch.Tensor) -> torch.Tensor | None:
+        asked.append(coefficients)
+        return theirs if found else None
+
+    plain, toy = Toy(tmp_path / "p"), Toy(tmp_path / "l")
+    toy.algorithm.like = like  # type: ignore[attr-defined]
+    ends = [plain.run(), toy.run()]
+    first = [m.params[COEFFICIENTS] for m in plain.transport.sent if m.round == 3]
+    assert len(asked) == 1 and torch.equal(asked[0], first[0])
+    sent = {m.round: m.params[COEFFICIENTS] for m in toy.transport.sent}
+    assert torch.equal(sent[3], theirs.float() if found else first[0])
+    assert torch.equal(ends[0][VECTORS], ends[1][VECTORS])
+    assert torch.equal(ends[0][COEFFICIENTS], ends[1][COEFFICIENTS]) is not found
+
+
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_resumed_run_has_the_same_bits_and_asks_for_no_vector_again(tmp_path: Path, stop: int) -> None:
     whole = Toy(tmp_path / "w").run()

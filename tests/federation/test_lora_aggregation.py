@@ -45,7 +45,7 @@ def errors(toy: Bench) -> list[float | None]:
     return [row["metrics"].get("lora_error") for row in toy.rows()]
 
 
-def test_plain_averaging_says_in_every_round_what_it_misses(tmp_path: Path) -> None:
+def test_b04_plain_averaging_says_in_every_round_what_it_misses(tmp_path: Path) -> None:
     toy = bench(tmp_path / "a", "fedavg", dtype=torch.float64)
     transport = toy.transport()
     params = toy.run(transport)
@@ -71,7 +71,7 @@ def test_what_a_cap_takes_away_is_not_called_what_averaging_misses(tmp_path: Pat
 
 
 @pytest.mark.parametrize("clients", [2, 4])
-def test_flexlora_takes_the_best_of_the_exact_mean(tmp_path: Path, clients: int) -> None:
+def test_b04_flexlora_takes_the_best_of_the_exact_mean(tmp_path: Path, clients: int) -> None:
     sizes = dict(list({"ada": 5, "bob": 4, "cyd": 12, "dan": 7}.items())[:clients])
     toy = bench(tmp_path / "a", "flexlora", dtype=torch.float64, sizes=sizes)
     transport = toy.transport()

@@ -9,7 +9,7 @@ from fednl.errors import SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.flexlora import FlexLora
 from fednl.federation.algorithms.scaffold import Scaffold
-from fednl.federation.lora_ranks import Ranks, check_lora, cut, padded
+from fednl.federation.lora_ranks import Ranks, check_ranks, cut, padded
 from fednl.federation.params import Params, equal
 
 A, B, GATE = "layers.0.q_proj.lora_A", "layers.0.q_proj.lora_B", "layers.0.memory.gate.bias"
@@ -61,4 +61,4 @@ def test_zero_components_neither_change_the_product_nor_learn() -> None:
 def test_what_makes_no_sense_is_refused(algorithm: FedAvg, shared: list[str], entries: list[str], words: str) -> None:
     params = full()
     with pytest.raises(SettingsError, match=words):
-        check_lora(algorithm, {name: params[name] for name in shared}, params, entries, ["name-date", "passkey"])
+        check_ranks(algorithm, {name: params[name] for name in shared}, params, entries, ["name-date", "passkey"])

@@ -52,7 +52,7 @@ def lora_round(algorithm: FedAvg, params: Params, states: dict[str, ClientState]
     return replies
 
 
-def test_ffa_lora_averages_the_products_exactly_and_averaging_both_factors_does_not() -> None:
+def test_b04_ffa_lora_averages_the_products_exactly_and_averaging_both_factors_does_not() -> None:
     def error(algorithm: FedAvg) -> float:
         params = lora_start()
         kept = {f"private/{A}": params[A]} if A not in algorithm.shared(params) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -142,6 +143,20 @@ def test_c08_the_mean_of_clients_metrics_and_each_one_are_there_without_asking(t
     assert row["metrics"]["train_loss"] == pytest.approx(mean)
 
 
+def test_c10_a_long_round_is_waited_for_and_there_is_one_deadline_to_set(tmp_path: Path) -> None:
+    given: list[float | None] = []
+
+    class Noted(InProcessTransport):
+        def replies(self, deadline_s: float | None, on_progress: Any = None) -> Any:
+            given.append(deadline_s)
+            return super().replies(deadline_s, on_progress)
+
+    toy = Bench(tmp_path / "run")
+    toy.run(Noted(toy.endpoint(), SIZES))
+    assert given == [None] * 3
+    assert {name for name in FederationSettings.model_fields if name.endswith("_s")} == {"deadline_s", "warm_up_s"}
+
+
 def test_c11_a_message_that_is_lost_for_ever_costs_one_deadline_not_the_run(tmp_path: Path) -> None:
     toy = Bench(tmp_path / "run", settings=FederationSettings(deadline_s=30.0))
     toy.run(toy.transport(lambda replies: replies[1:]))
@@ -218,6 +233,20 @@ def test_c21_two_replies_under_one_name_count_once(tmp_path: Path) -> None:
     params = toy.run(toy.transport(lambda replies: [*replies, replace(replies[2], client="ada"), replies[0]]))
     assert equal(params, plain.run())
     assert toy.rows()[0]["refused"] == {"unknown-client": 1, "duplicate": 1}
+
+
+def test_c27_what_fights_other_packages_is_no_part_of_the_core() -> None:
+    core = [line for line in requires("fednl") or [] if "extra ==" not in line]
+    assert core and not [line for line in core if line.lower().startswith(("grpc", "protobuf", "ray", "flwr"))]
+    assert not [line for line in core if "==" in line], "an exact pin lets nothing else be installed beside it"
+
+
+def test_c29_nothing_is_installed_or_started_inside_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Popen", "run", "check_call"):
+        monkeypatch.setattr(subprocess, name, lambda *rest, **named: pytest.fail("a round started a process"))
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    Bench(tmp_path / "run").run()
+    assert not {"pip", "uv", "ensurepip"} & ({name.partition(".")[0] for name in sys.modules} - loaded)
 
 
 def test_c26_final_and_best_rules_are_there_by_default_and_names_do_not_collide(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fednl.errors import BackboneError
-from fednl.memory import MemoryConfig, attach_memory, detach_memory, rules
+from fednl.memory import MemoryCache, MemoryConfig, attach_memory, detach_memory, rules
 from fednl.memory.address import Addresses
 from fednl.memory.centre import centre
 from fednl.memory.operator import delta_rule
+from fednl.memory.sites import attachment
 from memory.models import tiny, tokens, with_memory
 
 
@@ -133,6 +136,30 @@ def test_all_memory_layers_use_the_same_addresses() -> None:
     own = {name for name in names if ".address." in name}
     assert {name.rpartition(".")[0] for name in own} == {"layers.1.memory.address"}
     assert not any(name.endswith(("q_down", "k_down")) for name in names)
+
+
+def test_addresses_are_made_once_a_pass_without_gradients_and_by_every_layer_with_them() -> None:
+    model, ids = with_memory(keys="context"), tokens(2, 12)
+    made: list[None] = []
+    addresses = attachment(model).addresses
+    assert addresses is not None
+    addresses.register_forward_hook(lambda *_: made.append(None))
+
+    def calls(piece: torch.Tensor, cache: MemoryCache | None) -> int:
+        made.clear()
+        model(piece, cache=cache, use_cache=cache is not None)
+        return len(made)
+
+    whole = model(ids, use_cache=False).logits
+    assert calls(ids, None) == 3
+    with torch.no_grad():
+        cache = MemoryCache(model)
+        assert calls(ids[:, :5], cache) == calls(ids[:, 5:6], cache) == 1
+        cache.reorder_cache(torch.tensor([1, 1]))  # equal averages, no longer one tensor
+        assert calls(ids[:, 6:7], cache) == 1
+        cache.layers[1].set(replace(cache.layers[1].tensors, context=torch.zeros_like(cache.layers[1].tensors.context)))
+        assert calls(ids[:, 7:8], cache) == 3, "a layer with another average has other addresses"
+        assert torch.equal(model(ids, use_cache=False).logits, whole)
 
 
 def test_centring_takes_the_mean_out_of_the_inputs() -> None:

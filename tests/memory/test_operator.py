@@ -197,7 +197,7 @@ def test_several_segments_equal_recurrence(decay: float) -> None:
 def test_recomputed_segments_equal_kept_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     x = make(600, decay=0.01, docs=True)
     kept = run(delta_rule, x)
-    monkeypatch.setattr("fednl.memory.operator._RECOMPUTE_TOKENS", 0)
+    monkeypatch.setattr("fednl.memory.delta_chunks._RECOMPUTE_TOKENS", 0)
     again = run(delta_rule, x)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fednl.errors import CheckpointError
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
 from fednl.models.context_store import ContextStore, TaskKey
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS
 
 KEY = TaskKey("news", '{"name": "m", "sha256": "1"}', "tok", "Text: {text}", 2, "float32", "separator")
 
@@ -43,8 +43,11 @@ def test_a_new_task_starts_from_like_ones_on_the_same_model_only(tmp_path: Path)
     store.put(replace(KEY, task="b"), like)
     store.put(replace(KEY, task="c"), {COEFFICIENTS: -base[COEFFICIENTS], VECTORS: base[VECTORS] + 100})
     store.put(replace(KEY, task="d", backbone="another"), {**base, VECTORS: base[VECTORS] + 1000})
-    near = store.near(replace(KEY, task="new"), base[COEFFICIENTS])
-    assert near is not None
+    found = store.near(replace(KEY, task="new"), base[COEFFICIENTS])
+    near = found.params
+    assert near is not None and (found.count, len(found.cosines)) == (2, 3)
+    assert found.cosines == pytest.approx((1.0, 1.0, -1.0))
+    assert found.sentence().startswith("2 of 3 stored tasks on this model are like this one (cosine 1.000, 1.000)")
     # Two tasks with the same cosine weigh the same.
     assert torch.allclose(near[VECTORS], base[VECTORS] + 0.5, atol=1e-6)
     assert torch.allclose(near[COEFFICIENTS], base[COEFFICIENTS] * 1.5, atol=1e-6)
@@ -59,11 +62,24 @@ def test_weights_are_a_softmax_of_the_cosines(tmp_path: Path) -> None:
     tilted[0, 0, 1] = 0.5  # cosine 1 / sqrt(1.25)
     store.put(replace(KEY, task="a"), {COEFFICIENTS: asked, VECTORS: torch.zeros(2, 2, 5)})
     store.put(replace(KEY, task="b"), {COEFFICIENTS: tilted, VECTORS: torch.ones(2, 2, 5)})
-    near = store.near(KEY, asked)
+    near = store.near(KEY, asked).params
     assert near is not None
     first, second = (torch.tensor(c / 0.5).exp() for c in (1.0, 1.25**-0.5))
     assert torch.allclose(near[VECTORS], (second / (first + second)).expand(2, 2, 5).float())
-    assert store.near(KEY, -asked) is None
+    away = store.near(KEY, -asked)
+    assert away.params is None and "none of 2 stored tasks on this model is like this one" in away.sentence()
+    assert "no other task" in store.near(replace(KEY, backbone="another"), asked).sentence()
+
+
+@pytest.mark.parametrize("shapes", [((3, 2, 2), (3, 2, 5)), ((2, 2, 2), (2, 2, 7)), ((2, 2, 2), (3, 2, 5))])
+def test_an_entry_of_other_shapes_is_refused(tmp_path: Path, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """An entry that says it is of this model, and is not."""
+    store = ContextStore(tmp_path)
+    for task, kinds in (("a", ((2, 2, 2), (2, 2, 5))), ("b", shapes)):
+        tensors = dict(zip((COEFFICIENTS, VECTORS), map(torch.ones, kinds), strict=True))
+        store.put(replace(KEY, task=task), tensors)
+    with pytest.raises(CheckpointError, match=r"which do not fit this model's .*: delete that folder"):
+        store.near(KEY, torch.ones(2, 2, 2))
 
 
 @pytest.mark.parametrize("file", ["params.safetensors", "entry.json"])

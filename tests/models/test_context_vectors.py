@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from context_models import LAYOUTS, PLAIN, build, by_hand, filled, logits
 from torch import Tensor
 
 from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory import MemoryConfig, attach_memory, detach_memory, rules
 from fednl.models.adapters import ContextVectorsAdapter
+from fednl.models.context_injection import COEFFICIENTS, MODULES, VECTORS, find_modules
 from fednl.models.context_vectors import (
-    COEFFICIENTS,
-    MODULES,
-    VECTORS,
     attach_context,
     context_of,
     context_params,
     detach_context,
-    find_modules,
     mean_outputs,
     read_outputs,
 )
 from fednl.models.lora import attach_lora, detach_lora
 from fednl.models.settings import ContextVectorSettings, LoraSettings
-
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "Llama": {"intermediate_size": 48, "num_key_value_heads": 2},
-    "Qwen2": {"intermediate_size": 48, "num_key_value_heads": 2},
-    "Gemma": {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
-    "Gemma2": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64},
-    "GPT2": {"n_positions": 128, "bos_token_id": 1, "eos_token_id": 2},
-    "GPTNeoX": {"intermediate_size": 48, "max_position_embeddings": 128},
-}
-PLAIN = ContextVectorSettings(start_lambda=0.0)
-
-
-def build(layout: str, dtype: torch.dtype = torch.float64) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{layout}Config")(**SHAPE, **LAYOUTS[layout])
-    head = getattr(transformers, "GPT2LMHeadModel" if layout == "GPT2" else f"{layout}ForCausalLM")
-    model = head(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name and "ln_" not in name:
-                parameter.normal_(0, 0.2)
-    return model.to(dtype).eval()
-
-
-def filled(model: Any, settings: ContextVectorSettings = PLAIN) -> Any:
-    """Attached, with random vectors and coefficients, so that every one of them matters."""
-    attach_context(model, settings)
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in context_params(model).values():
-            tensor.add_(0.5 * torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype))
-    return model
 
 
 @pytest.fixture(params=sorted(LAYOUTS))
@@ -71,11 +34,6 @@ def layout(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def tokens() -> Tensor:
     return torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(2))
-
-
-def logits(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,30 +78,6 @@ def test_e01_tuple_or_tensor_injection_is_beta_times_output_plus_lambda_times_ve
     detach_context(model)
     with by_hand(model, coefficients, vectors):
         assert torch.equal(logits(model, tokens), expected)
-
-
-@contextmanager
-def by_hand(model: Any, coefficients: Tensor, vectors: Tensor) -> Iterator[None]:
-    kept: list[tuple[Any, Any]] = []
-    for layer, modules in enumerate(find_modules(model)):
-        for index, module in enumerate(modules):
-            (scale, keep), vector, plain = coefficients[layer, index], vectors[layer, index], module.forward
-
-            def changed(
-                *args: Any, plain: Any = plain, scale: Any = scale, keep: Any = keep, vector: Any = vector, **named: Any
-            ) -> Any:
-                out = plain(*args, **named)
-                if isinstance(out, tuple):
-                    return (keep * out[0] + scale * vector, *out[1:])
-                return keep * out + scale * vector
-
-            kept.append((module, plain))
-            module.forward = changed
-    try:
-        yield
-    finally:
-        for module, _ in kept:
-            del module.forward
 
 
 def test_only_the_coefficients_get_gradients_and_they_are_finite_differences(layout: str, tokens: Tensor) -> None:

@@ -24,6 +24,10 @@ def test_plain_averages_need_no_words() -> None:
         ({"traffic": {"up": "int8", "content": "deltas"}}, "Traffic: int8 deltas up, float32 down"),
         ({"combine": {"weights": "uniform", "norm-cap": 0.5}}, "Combined by: weights uniform, norm-cap 0.5"),
         ({"combine": {"rule": "median", "attackers": 2}}, "Combined by: median against 2 attackers"),
+        (
+            {"federation": {"algorithm": "fedweit"}},
+            "Passed on: fedweit hands what a client learned of a task to every other client, as it is",
+        ),
         ({"privacy": {"min-examples": 9}}, "Privacy: clients with fewer than 9 examples share nothing"),
     ],
 )

@@ -34,3 +34,23 @@ def test_a_folder_from_before_a_key_is_gone_on_with_and_other_settings_are_refus
     with pytest.raises(SettingsError, match=r'\[federation\] algorithm = "fedavg", and now it is "fedprox"'):
         keeping.run_at(run.path, other)
     assert resumed == [run.path, run.path]
+
+
+def test_what_is_on_a_line_is_not_done_again(tmp_path: Path) -> None:
+    path, did = tmp_path / "found.jsonl", list[tuple[str, int]]()
+
+    def work(arm: str, item: int) -> dict[str, float]:
+        did.append((arm, item))
+        if (arm, item) == ("b", 1):
+            raise RuntimeError("the power fails")
+        return {"value": item + len(did) / 10}
+
+    asked = [(arm, item) for item in range(2) for arm in "ab"]
+    with pytest.raises(RuntimeError):
+        keeping.kept(path, asked, work)
+    first = keeping.kept(path, asked[:3], work)
+    assert did == asked and list(first) == asked[:3]
+    path.write_text(path.read_text() + '{"arm": "b", "ite')  # a line torn by a crash is none
+    counts: list[int] = []
+    whole = keeping.kept(path, asked, lambda arm, item: {"value": -1.0}, counts.append)
+    assert whole == {**first, ("b", 1): {"value": -1.0}} and counts == [1, 2, 3, 4]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from fednl.errors import Interrupted, SettingsError
-from fednl.reproduce import keeping, needles, sitting, table_named
+from fednl.reproduce import keeping, needles, table_named
 from fednl.reproduce.papers import NEEDLES
 from fednl.reproduce.sitting import Sitting
+from fednl.reproduce.tiny import tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,15 @@ def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
     half = (folder / "report.md").read_text()
     assert needles.FLOOR.name in half and "Closed by FedNL" not in half
     began: list[str] = []
-    text = reproduce(folder, lambda event: began.append(str(event.get("name", ""))))
+    notes: list[str] = []
+
+    def tell(event: Mapping[str, Any]) -> None:
+        began.append(str(event.get("name", "")))
+        notes.extend([str(event["text"])] if event["event"] == "note" else [])
+
+    text = reproduce(folder, tell)
     trained = [name.partition(":")[0] for name in began if "training" in name]
+    assert notes[0] == "1 of 6: FedNL" and notes[-1].startswith("6 of 6: window only")
     assert trained == ["fedavg-lora-full", "fedala-window", "ffa-lora-window"]
     for name in ("train", "resume", "evaluate"):
         monkeypatch.setattr(keeping, name, None)
@@ -57,7 +65,7 @@ def test_the_papers_numbers_stand_in_their_own_column(folder: Path) -> None:
     text = reproduce(folder)
     first = next(part for part in text.split("\n\n") if part.startswith("| method"))
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
-    assert lines[0][1:] == ["right of four, %, 430 tokens (measured here)", "average (reported by the paper)"]
+    assert lines[0][1:] == ["candidates, %, 430 tokens (measured here)", "average (reported by the paper)"]
     by_name = {line[0]: line[1:] for line in lines[2:]}
     assert by_name["FedNL"][1] == "29.7" and "[" in by_name["FedNL"][0]
     assert by_name["FedProx"] == ["-", "20"]
@@ -70,6 +78,19 @@ def test_the_papers_numbers_stand_in_their_own_column(folder: Path) -> None:
 def test_other_settings_do_not_pass_for_these(folder: Path) -> None:
     with pytest.raises(SettingsError, match=r"\[training\] local-lr = 0.003, and now it is 0.1"):
         reproduce(folder, given=("training.local-lr=0.1",))
+
+
+def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
+    before = (folder / "report.md").read_text()
+    text = reproduce(folder, asked_lengths=(470,))
+    assert (folder / "report-470.md").read_text() == text and "## 470 tokens" in text and "## 430 tokens" not in text
+    assert (folder / "report.md").read_text() == before
+    assert {path.name for path in (folder / "results").iterdir()} == {"needles-430.json", "needles-470.json"}
+
+
+def test_a_runs_own_folder_is_not_filled_with_others(folder: Path) -> None:
+    with pytest.raises(SettingsError, match="is the folder of a run: name another"):
+        reproduce(folder / "fednl")
 
 
 def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_reach_is_said_to_be() -> None:
@@ -86,8 +107,8 @@ def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_
         "high": 0.8,
         "n": 9,
     }
-    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], 8192, 8192)[1]
-    assert "no share" in needles.closed_lines([row], 16_384, 8192)[1]
+    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], needles.asked_at(8192), 8192)[1]
+    assert "no share" in needles.closed_lines([row], needles.asked_at(16_384), 8192)[1]
 
 
 def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -> None:
@@ -96,7 +117,7 @@ def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -
     from fednl.models.tiny import byte_tokenizer
 
     place = Sitting(table_named("needles"), "small", tmp_path)
-    filler = sitting.tiny_settings(tmp_path)["data"]["filler"]
+    filler = tiny_settings(tmp_path)["data"]["filler"]
     prompts = []
     for method in (needles.FEDNL, needles.FULL_LORA):
         config = place.config(method).with_overrides(

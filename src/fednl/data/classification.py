@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fednl.data.classification_settings import ClassificationSettings, label_word
+from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Splits, Tokenizer
 from fednl.data.held_out import check_held_out
 from fednl.data.labelled_texts import LabelledText, read_labelled
@@ -13,6 +14,7 @@ from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
 from fednl.data.prompt_template import LabelledExample, Template
 from fednl.data.settings import DataSettings
+from fednl.data.well_known_texts import WELL_KNOWN, well_known_words
 from fednl.errors import DataError, SettingsError
 from fednl.seeding import python_rng
 
@@ -79,8 +81,7 @@ def client_names(settings: DataSettings) -> list[str]:
     Raises:
         SettingsError: a held-out client does not take part, or no client is left to train.
     """
-    width = max(2, len(str(settings.clients)))
-    names = [f"client-{number:0{width}}" for number in range(1, settings.clients + 1)]
+    names = numbered_clients(settings.clients)
     check_held_out(settings, names)
     return names
 
@@ -88,7 +89,10 @@ def client_names(settings: DataSettings) -> list[str]:
 def _words(own: ClassificationSettings, rows: Sequence[LabelledText]) -> dict[str, str]:
     """The classes and the words that stand for them, in the order in which they are offered."""
     counts = Counter(row.label for row in rows)
-    words = dict(map(label_word, own.labels or sorted(counts)))
+    if own.labels and own.labels[0] in WELL_KNOWN:
+        words = well_known_words(own.labels[0], counts)
+    else:
+        words = dict(map(label_word, own.labels or sorted(counts)))
     for label in words:
         if counts[label] < len(SPLITS):
             raise DataError(

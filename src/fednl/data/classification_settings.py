@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from fednl.data.well_known_texts import WELL_KNOWN
 from fednl.section import Section
 
 TEXT, LABEL = "{text}", "{label}"
@@ -17,13 +18,14 @@ class ClassificationSettings(Section):
     `data.train` is the mean over clients, as the deal is uneven; validation and test questions are dealt evenly.
 
     Args:
-        source: a packaged name (`bbc-news`); a `.csv`, `.tsv`, `.jsonl` or `.json` file; a folder that `datasets`
-            saved; or a Hugging Face id such as `fancyzhx/ag_news`, `SetFit/subj` or `dair-ai/emotion`.
+        source: a packaged name (`bbc-news`); a `.csv`, `.tsv`, `.jsonl`, `.json` or `.parquet` file; a folder that
+            `datasets` saved, or a copy of a Hugging Face data set's files; or its id, such as `fancyzhx/ag_news`,
+            `SetFit/subj` or `dair-ai/emotion`.
         split: which split of a Hugging Face data set is read; our own three splits are made of it.
         text: the column of texts.
         label: the column of classes.
         labels: the classes, and the words that stand for them where those are others: `"sports=sport"`; left out,
-            all that are found, sorted.
+            all that are found, sorted. `ag-news`, `subj`, `emotion` or `emo` alone stands for the classes of that set.
         template: how a text becomes a prompt; `{text}`, then `{label}` at its end.
         long_texts: what happens to a text whose prompt is longer than `data.tokens`: `"refuse"`, or `"cut"`, which
             keeps its beginning.
@@ -58,8 +60,12 @@ class ClassificationSettings(Section):
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         words = [label_word(entry)[1] for entry in value]
+        if len(value) == 1 and value[0] in WELL_KNOWN:
+            return value
         if len(value) == 1 or len(set(words)) != len(words) or not all(words):
-            raise ValueError("name at least two classes, each with a word of its own")
+            raise ValueError(
+                f"name at least two classes, each with a word of its own, or one of: {', '.join(WELL_KNOWN)}"
+            )
         return value
 
 

@@ -16,6 +16,8 @@ from fednl.errors import DataError, SettingsError
 
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _FILES = (*_TABLES, ".jsonl", ".ndjson", ".json")
+_SAVED = ("state.json", "dataset_dict.json")
+"""One of these stands in a folder that `save_to_disk` wrote."""
 _LARGEST_FIELD = 1 << 24
 
 
@@ -38,8 +40,9 @@ def read_labelled(source: str, text: str = "text", label: str = "label", split: 
     """Reads labelled texts; of equal texts only the first stays, so that no text can be in two splits.
 
     Args:
-        source: a packaged name; a `.csv`, `.tsv`, `.jsonl` or `.json` file in UTF-8; else a folder written by
-            `save_to_disk` or a Hugging Face id, for which the package `datasets` is needed.
+        source: a packaged name; a `.csv`, `.tsv`, `.jsonl` or `.json` file in UTF-8; else, read by the package
+            `datasets`, a `.parquet` file, a folder written by `save_to_disk`, a folder of a data set's files as on the
+            Hugging Face hub, or an id there.
         text: the column of texts.
         label: the column of classes; numbers with names in the data set become these names.
         split: which split of a Hugging Face data set is read.
@@ -147,8 +150,7 @@ def _hub_rows(source: str, path: Path, split: str, label: str) -> Iterator[Mappi
             f"file ({', '.join(_FILES)})."
         ) from None
     try:
-        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(source, split=split)
-        found = found[split] if isinstance(found, dict) else found
+        found = _loaded(datasets, source, path, split)
     except Exception as error:  # of many kinds, from "not found" to the network's
         raise SettingsError(
             f'classification.source = "{source}" could not be loaded ({type(error).__name__}); check its name and '
@@ -156,4 +158,18 @@ def _hub_rows(source: str, path: Path, split: str, label: str) -> Iterator[Mappi
         ) from None
     names = getattr(found.features.get(label), "names", None)
     for row in found:
-        yield {**row, label: names[row[label]]} if names and isinstance(row.get(label), int) else row
+        number = row.get(label)
+        if names and isinstance(number, int):  # below zero stands for "no class"
+            yield {**row, label: names[number] if number >= 0 else None}
+        else:
+            yield row
+
+
+def _loaded(datasets: Any, source: str, path: Path, split: str) -> Any:
+    """One split of a data set, from this machine where `path` is there."""
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return datasets.Dataset.from_parquet(str(path))
+    if any((path / name).is_file() for name in _SAVED):
+        found = datasets.load_from_disk(str(path))
+        return found[split] if isinstance(found, dict) else found
+    return datasets.load_dataset(str(path) if path.is_dir() else source, split=split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
@@ -13,7 +14,7 @@ from fednl.data.long_tail import long_tail
 from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needle_clients import CLIENTS
 from fednl.data.settings import DataSettings
-from fednl.data.stream import Stream, TasksSettings, numbered_clients
+from fednl.data.stream import Stream, TasksSettings
 from fednl.errors import SettingsError
 from fednl.seeding import python_rng
 

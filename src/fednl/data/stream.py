@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pydantic import Field, field_validator
@@ -79,9 +79,3 @@ class Stream:
         last = ((round - 1) // per_task + 1) * per_task
         again = any(client in asked(later) for later in range(round + 1, last + 1))
         return "" if again else self.at(client, round)
-
-
-def numbered_clients(number: int) -> Sequence[str]:
-    """Names the clients of a stream, who are no kinds of data themselves: `client-1`, `client-2`, ..."""
-    width = len(str(number))  # so that the order of names is the order of numbers
-    return [f"client-{place:0{width}d}" for place in range(1, number + 1)]

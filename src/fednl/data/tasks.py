@@ -11,8 +11,17 @@ from fednl.errors import SettingsError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from fednl.data.settings import DataSettings
+
 # Tasks whose data come in kinds that a stream can order.
 STREAMS = {"needles": "fednl.data.needles:build_stream"}
+
+# What of `[data]` spreads examples unevenly, and what each task has of it: the key itself, or another of its own.
+UNEVEN: dict[str, dict[str, str]] = {
+    "needles": {"imbalance": "data.imbalance", "dirichlet-alpha": "data.dirichlet-alpha"},
+    "classification": {"imbalance": "data.imbalance", "dirichlet-alpha": "classification.alpha"},
+}
+_EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0}
 
 Build = Callable[..., dict[str, Any]]
 
@@ -71,6 +80,35 @@ def stream_task(name: str) -> Build:
         )
     found: Build = _load(STREAMS[name])
     return found
+
+
+def not_read(name: str) -> dict[str, float]:
+    """Gives the keys of `[data]` that spread examples unevenly and that a task does not read, with their defaults.
+
+    Args:
+        name: the value of `data.task`.
+    """
+    return {key: even for key, even in _EVEN.items() if UNEVEN.get(name, {}).get(key) != f"data.{key}"}
+
+
+def check_uneven(data: DataSettings) -> None:
+    """Refuses a spread that the task would not have, and that tables would name all the same.
+
+    Args:
+        data: the `[data]` section.
+
+    Raises:
+        SettingsError: a key is set that the task does not read.
+    """
+    for key, even in not_read(data.task).items():
+        value = getattr(data, key.replace("-", "_"))
+        if value != even:
+            instead = UNEVEN.get(data.task, {}).get(key)
+            remedy = f"set {instead} instead" if instead else "leave it out"
+            raise SettingsError(
+                f'[data] {key} = {value:g}, but data.task = "{data.task}" does not read it: {remedy}, or set task to '
+                f"{' or '.join(one for one, keys in UNEVEN.items() if keys[key] == f'data.{key}')}."
+            )
 
 
 def _entry(name: str) -> tuple[str, ...]:

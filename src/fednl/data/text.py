@@ -123,6 +123,13 @@ def client_sources(settings: DataSettings, own: TextSettings) -> dict[str, str]:
     return found
 
 
+def unseen_sources(settings: DataSettings, own: TextSettings) -> list[str]:
+    """The sources of which no client that trains holds a part; those of held-out clients."""
+    holders = client_sources(settings, own)
+    trained = {source for client, source in holders.items() if client not in settings.hold_out_clients}
+    return [source for source in dict.fromkeys(holders.values()) if source not in trained]
+
+
 def _stem(source: str) -> str:
     return PurePath(source).stem
 

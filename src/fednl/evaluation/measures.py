@@ -114,8 +114,8 @@ NEEDLES = Measure(
 )
 CLASSIFICATION = Measure(
     metrics=("accuracy", "macro_f1", "nats_per_token"),
-    arms=("zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"),
-    pairs=_against("federated", "zero-shot", "local-icl", "federated-lora", "local-only", "pooled"),
+    arms=("zero-shot", "window-only", "local-icl", "federated-lora", "federated", "local-only", "pooled"),
+    pairs=_against("federated", "zero-shot", "window-only", "local-icl", "federated-lora", "local-only", "pooled"),
     validates_answers=True,
 )
 MMLU = Measure(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fednl.evaluation.rows import MACRO, Row
-from fednl.evaluation.scoring import cache_argument
 from fednl.evaluation.statistics import Interval, bootstrap_mean, macro_mean
+from fednl.memory.sites import cache_argument
 
 
 class RulerQuestion(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from fednl.data.examples import Example
 from fednl.errors import NonFiniteError, SettingsError
 from fednl.evaluation.outcomes import Outcome
+from fednl.memory.sites import cache_argument
+from fednl.models.context_vectors import answering
 
 TIE_NATS = 1e-6
 """Scores closer than this are a tie: float32 does not tell them apart across batch sizes."""
@@ -80,8 +81,9 @@ def score_candidates(
             prompts = torch.tensor([getattr(example, ids) for example in group], device=_device(model))
             cache = make_cache(model)
             try:
-                last = _read_prompts(model, prompts, cache, cuts, piece_tokens, arm)
-                outcomes = _score_group(model, group, last, cache, prompts.shape[1])
+                with answering(model, prompts.shape[1] - 1):
+                    last = _read_prompts(model, prompts, cache, cuts, piece_tokens, arm)
+                    outcomes = _score_group(model, group, last, cache, prompts.shape[1])
             except NonFiniteError as error:
                 raise NonFiniteError(f'arm "{arm}" was not scored: {error}') from None
             found.update(zip(rows, outcomes, strict=True))
@@ -195,12 +197,6 @@ def _outcome(example: Example, rows: Sequence[tuple[list[float], list[bool]]]) -
         token_accuracy=sum(hits) / len(hits),
         gold_tokens=len(hits),
     )
-
-
-def cache_argument(model: nn.Module) -> str:
-    """The cache's keyword: `cache` in new transformers, `past_key_values` before."""
-    forward: Callable[..., Any] = model.forward
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _device(model: nn.Module) -> torch.device:

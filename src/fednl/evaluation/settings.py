@@ -46,6 +46,7 @@ class EvaluationSettings(Section):
             generation, exact match) or `"letters"` (the options stand in the question, a letter is scored).
         arms: the arms to measure, from `ARMS`, each at most once. `"state-zeroed"` and `"events-removed"` use
             the federated rules.
+        clients: whose test questions are asked; empty for everybody's.
         batch: examples per forward pass, at least 1; changes speed and memory, not results.
 
     Source: arms and answer formats ours; four-choice needles from arXiv 2605.16350, appendix C.3.
@@ -56,6 +57,8 @@ class EvaluationSettings(Section):
     arms: tuple[Arm, ...] = Field(
         default=("full-attention", "window-only", "federated", "state-zeroed", "events-removed"), strict=False
     )
+    # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
+    clients: tuple[str, ...] = Field(default=(), strict=False)
     batch: int = Field(default=8, ge=1)
 
     @field_validator("arms")

@@ -7,6 +7,7 @@ looks as good as one that reads well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ class StreamNats:
     Attributes:
         nats: mean cross-entropy of each bin's tokens, in nats per token.
         tokens: how many tokens of each bin were scored: all but the text's first one.
-        cache_bytes: bytes of the cache after each bin, memory state and keys and values together.
+        cache_bytes: bytes of the cache after each bin (with `across_bins` after the piece that its end was read in),
+            memory state and keys and values together.
     """
 
     nats: tuple[float, ...]
@@ -43,6 +45,7 @@ def stream_nats(
     make_cache: Callable[[nn.Module], Any],
     bin_tokens: int = 1024,
     piece_tokens: int = 256,
+    across_bins: bool = False,
     on_read: Callable[[int], None] | None = None,
 ) -> StreamNats:
     """Reads a text token after token, as a conversation would be, and says how well each bin was foreseen.
@@ -56,6 +59,8 @@ def stream_nats(
         make_cache: makes an empty cache for the model.
         bin_tokens: tokens a bin; the last one may be shorter.
         piece_tokens: tokens a pass, at least 1: bounds the logits that exist at once; no result depends on it.
+        across_bins: whether a piece may hold several bins, which is faster where these are short. Otherwise it ends
+            with its bin, so that the cache is looked at there.
         on_read: called with the number of tokens read so far.
 
     Raises:
@@ -73,8 +78,8 @@ def stream_nats(
     with evaluating(model):
         first = 0
         while first < len(ids):
-            # A piece ends with its bin, so that the cache is looked at there.
-            last = min(first + piece_tokens, (first // bin_tokens + 1) * bin_tokens, len(ids))
+            bin_end = len(ids) if across_bins else (first // bin_tokens + 1) * bin_tokens
+            last = min(first + piece_tokens, bin_end, len(ids))
             piece = text[:, first:last]
             logits = forward(model, piece, torch.ones_like(piece), cache, first, keep=0)[0]
             targets = text[0, first + 1 : last + 1]
@@ -82,12 +87,31 @@ def stream_nats(
             for place, loss in enumerate(losses.tolist(), first + 1):
                 sums[place // bin_tokens] += loss
                 counts[place // bin_tokens] += 1
-            sizes[(last - 1) // bin_tokens] = sum(cache_bytes(cache))
+            for place in range(first // bin_tokens, (last - 1) // bin_tokens + 1):
+                sizes[place] = sum(cache_bytes(cache))
             if on_read is not None:
                 on_read(last)
             first = last
     means = tuple(total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
     return StreamNats(means, tuple(counts), tuple(sizes))
+
+
+def coarser(read: StreamNats, bins: int) -> StreamNats:
+    """Puts so many bins together into one each; the last one may hold fewer.
+
+    Args:
+        read: how a text was read.
+        bins: how many become one, at least 1.
+    """
+    firsts = range(0, len(read.nats), bins)
+    tokens = tuple(sum(read.tokens[first : first + bins]) for first in firsts)
+    sums = (
+        math.fsum(nats * count for nats, count in zip(read.nats[first:last], read.tokens[first:last], strict=True))
+        for first, last in ((first, first + bins) for first in firsts)
+    )
+    means = tuple(total / count if count else 0.0 for total, count in zip(sums, tokens, strict=True))
+    sizes = tuple(read.cache_bytes[min(first + bins, len(read.nats)) - 1] for first in firsts)
+    return StreamNats(means, tokens, sizes)
 
 
 def strided_nats(model: nn.Module, ids: Sequence[int], context: int, stride: int) -> float:

@@ -15,8 +15,6 @@ from fednl.section import Section
 FEWEST_MASKED = 3
 """A masked sum of fewer clients hides nothing."""
 
-ROBUST = ("trimmed-mean", "median", "multi-krum")
-
 
 class TrafficSettings(Section):
     """How the shared rules are written on the wire, by direction; what an algorithm sends beside them stays as it is.

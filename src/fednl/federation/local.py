@@ -144,6 +144,7 @@ def train_locally(
         state = {**state, **{f"given/{name}": received.extra[name].clone() for name in given}}
     if problem.num_examples < fewest:
         params, extra = copy(algorithm.returns(received.params)), copy(algorithm.extra(received.params))
+        extra = {name: tensor for name, tensor in extra.items() if name not in algorithm.apart(extra)}
         status = "withheld" if problem.num_examples else "empty"
         return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status=status), state
     started_s, started_cpu_s = time.perf_counter(), time.process_time()

@@ -9,12 +9,13 @@ from dataclasses import replace
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.apart import Apart, Combined
 from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_combine import LoraCombiner
-from fednl.federation.lora_ranks import Ranks, check_lora
+from fednl.federation.lora_ranks import Ranks, check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
@@ -43,6 +44,7 @@ def run_rounds(
     milestones: Collection[int] = (),
     stop_after: int | None = None,
     exchange: Exchange = PLAIN,
+    adapters: str = "",
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -64,6 +66,7 @@ def run_rounds(
         milestones: rounds whose checkpoints stay, such as the last of each task; the best round's stays always.
         stop_after: the last round of this sitting; None for all.
         exchange: how updates travel and how they become one.
+        adapters: a hash of all that makes rules comparable but is not in them; a client with another takes no part.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
@@ -96,6 +99,7 @@ def run_rounds(
         asked,
         milestones,
         exchange=exchange,
+        adapters=adapters,
     )
     point = resume(fed, params) or begin(fed, params)
     fed = replace(fed, first_round=point.round + 1)
@@ -146,19 +150,21 @@ def _one_round(fed: Federation, point: Point) -> Point:
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     combiner = _combiner(fed, shared, None if private is None else private.sum)
-    ledger = _ask(fed, point, Message(shared, beside, round=number, run=fed.run_name), asked, combiner)
+    message = Message(shared, beside, round=number, run=fed.run_name, adapters=fed.adapters)
+    ledger = _ask(fed, point, message, asked, combiner)
     params, server_state = point.params, point.server_state
-    told, spent = combiner.facts(), None
+    numbers, spent = combiner.facts(), None
     if private is not None:
         spent = private.after(asked)
-        told["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    reason = _why_no_quorum(fed, ledger) or combiner.fault()
+        numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
+    reason, news = _why_no_quorum(fed, ledger) or combiner.fault(), False
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
         if finite(update) and finite(new_state):
             params, server_state = {**params, **update}, new_state
-            told |= fed.algorithm.measure(shared, combined, update, combiner.products())
+            news = isinstance(combined, Combined) and bool(combined.apart)
+            numbers |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             reason = "the server's step gave NaN or infinity, so it was not taken"
     after = replace(
@@ -168,31 +174,35 @@ def _one_round(fed: Federation, point: Point) -> Point:
         server_state=server_state,
         failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
-        told=_told(fed, point, ledger),
+        told=_told(fed, point, ledger, news),
         spent=spent,
     )
-    after = save(fed, after, ledger, reason, told, time.perf_counter() - started_s)
+    after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 
-def _told(fed: Federation, point: Point, ledger: Ledger) -> tuple[str, ...]:
-    """Who has what the server gives, after this round: whoever answers without fault keeps what it was sent."""
-    if not fed.algorithm.given(point.params) or not fed.algorithm.made(point.server_state):
+def _told(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:
+    """Who has what the server gives once, after this round: whoever answers without fault keeps what it was sent."""
+    gives = fed.algorithm.traits.passes_on or fed.algorithm.given(point.params)
+    if news or not gives or not fed.algorithm.made(point.server_state):
         return ()
     faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
     kept = {client for client in point.told if faultless.get(client, True)}
     return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
-def _combiner(fed: Federation, shared: Params, noise: PrivateSum | None) -> LoraCombiner | PrivateSum | MaskedMean:
+def _combiner(
+    fed: Federation, shared: Params, noise: PrivateSum | None
+) -> LoraCombiner | Apart | PrivateSum | MaskedMean:
     """What a round's replies are handed to: single updates, or only their sum."""
     if fed.exchange.privacy.secure:
         return MaskedMean(shared, noise)
     if noise is not None:
         return noise.starting_from(shared)
-    return LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    return Apart(fed.algorithm, combiner) if fed.algorithm.apart(fed.algorithm.extra(shared)) else combiner
 
 
 def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
@@ -209,11 +219,14 @@ def _ask(fed: Federation, point: Point, message: Message, asked: list[str], comb
     down_bytes, tensor_bytes, wanted = {}, {}, {}
     for client in asked:
         offer = algorithm.offer(shared, ranks.of(client))
-        beside = {**message.extra, **(given if made and client not in point.told else {})}
+        known = algorithm.once(message.extra) if client in point.told else []
+        beside = {name: tensor for name, tensor in message.extra.items() if name not in known}
+        beside |= given if made and client not in point.told else {}
         sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
         extra = {**algorithm.extra(offer), **({} if made else given)}
-        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding)
+        apart = frozenset(algorithm.apart(extra))
+        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding, apart)
     ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
@@ -268,7 +281,7 @@ def _check_start(
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
     names = tuple(algorithm.shared(params))
-    check_lora(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
+    check_ranks(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
     return names
 
 

@@ -39,6 +39,7 @@ class ProductMean:
     def __init__(self) -> None:
         self.weight = 0.0
         self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._whole: dict[str, Tensor] = {}
 
     def add(self, params: Params, weight: float) -> None:
         """Takes one reply in; weight 0 changes nothing, and so do tensors that are no pair of factors.
@@ -52,15 +53,22 @@ class ProductMean:
         self.weight += weight
         for site in pairs(params):
             right, left = params[site + _A].detach().double(), params[site + _B].detach().double() * weight
+            if site in self._whole:
+                self._whole[site] = self._whole[site] + left @ right
+                continue
             if site in self._factors:
-                left, right = _beside(self._factors[site], (left, right))
-            self._factors[site] = _within(left, right)
+                left, right = _beside(self._factors.pop(site), (left, right))
+            if len(right) <= min(len(left), right.shape[1]):
+                self._factors[site] = left, right
+            else:
+                self._whole[site] = left @ right
 
     def result(self) -> Params:
         """Gives the mean as factors under the sites' own names, in float64: `B @ A` is the mean product."""
+        found = {**self._factors, **{site: _as_factors(product) for site, product in self._whole.items()}}
         return {
             name: tensor
-            for site, (left, right) in self._factors.items()
+            for site, (left, right) in found.items()
             for name, tensor in ((site + _A, right), (site + _B, left / self.weight))
         }
 
@@ -136,13 +144,11 @@ def _beside(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
     return torch.cat([one[0], other[0]], dim=1), torch.cat([one[1], other[1]])
 
 
-def _within(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same product in factors that are no larger than it."""
-    outputs, inputs = len(left), right.shape[1]
-    if len(right) <= min(outputs, inputs):
-        return left, right
-    identity = torch.eye(min(outputs, inputs), dtype=left.dtype, device=left.device)
-    return (left @ right, identity) if inputs <= outputs else (identity, left @ right)
+def _as_factors(product: Tensor) -> tuple[Tensor, Tensor]:
+    """A product as factors no larger than it: itself, and one on its shorter side."""
+    outputs, inputs = product.shape
+    one = torch.eye(min(outputs, inputs), dtype=product.dtype, device=product.device)
+    return (product, one) if inputs <= outputs else (one, product)
 
 
 def _in_one_basis(factors: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

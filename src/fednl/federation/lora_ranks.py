@@ -32,7 +32,7 @@ class Ranks:
         return next((rank for pattern, rank in self._policy if fnmatchcase(client, pattern)), None)
 
 
-def check_lora(
+def check_ranks(
     algorithm: FedAvg, shared: Params, params: Params, entries: Sequence[str], clients: Sequence[str]
 ) -> None:
     """Refuses an algorithm, or ranks, for LoRA factors that do not travel as they would have to.

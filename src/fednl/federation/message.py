@@ -11,7 +11,7 @@ from fednl.federation.wire import malformed, outline, pack, unpack
 
 FORMAT = 1
 STATUSES = ("ok", "empty", "withheld")
-_FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding"}
+_FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding", "adapters"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Message:
         status: `"ok"`, or `"empty"` from a client that has no examples, `"withheld"` from one with too few to share.
         coding: how the numbers in `params` are written, one of `fednl.federation.coding.CODINGS`; `"float32"` is as
             trained.
+        adapters: from the server, a hash of all that makes rules comparable but is not in them, such as a LoRA's alpha;
+            empty where nobody has said.
     """
 
     params: Params
@@ -40,6 +42,7 @@ class Message:
     run: str = ""
     status: str = "ok"
     coding: str = "float32"
+    adapters: str = ""
 
     def to_bytes(self) -> bytes:
         """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
@@ -56,6 +59,7 @@ class Message:
             "run": self.run,
             "status": self.status,
             "coding": self.coding,
+            "adapters": self.adapters,
         }
         return pack(tensors, header)
 
@@ -117,5 +121,5 @@ def _check_fields(header: dict[str, Any]) -> None:
         raise malformed("a metric is not a number")
     if type(header["round"]) is not int or header["status"] not in STATUSES:
         raise malformed("its round or status is of another kind")
-    if not all(isinstance(header[name], str) for name in ("client", "run", "coding")):
-        raise malformed("its client, run or coding is not a name")
+    if not all(isinstance(header[name], str) for name in ("client", "run", "coding", "adapters")):
+        raise malformed("its client, run, coding or adapters are no word")

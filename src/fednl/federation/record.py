@@ -98,6 +98,8 @@ class Federation:
     first_round: int = 1
     """The first round of this sitting."""
     exchange: Exchange = PLAIN
+    adapters: str = ""
+    """What clients must have attached, as `run_rounds` takes it."""
 
     @property
     def run_name(self) -> str:
@@ -137,11 +139,11 @@ class Federation:
 
 
 def save(
-    fed: Federation, point: Point, ledger: Ledger, reason: str, told: Mapping[str, float], seconds_s: float
+    fed: Federation, point: Point, ledger: Ledger, reason: str, numbers: Mapping[str, float], seconds_s: float
 ) -> Point:
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
-    metrics: dict[str, float] = {**told} if loss is None else {"train_loss": loss, **told}
+    metrics: dict[str, float] = {**numbers} if loss is None else {"train_loss": loss, **numbers}
     rows = ledger.rows()
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))

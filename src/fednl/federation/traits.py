@@ -15,6 +15,8 @@ class Traits:
         order_free: neither the order of clients nor of their replies changes a bit.
         shares: something travels at all.
         sends_extra: messages carry tensors beside the rules.
+        passes_on: what single clients send goes to all others, as it is.
+        keeps_own: a client answers with rules of its own even where all of them are shared.
         needs_context: it trains the coefficients of context vectors, so settings without that adapter are refused.
         needs_lora: it does nothing of its own without a LoRA, so settings without one are refused.
         needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
@@ -28,6 +30,8 @@ class Traits:
     order_free: bool = True
     shares: bool = True
     sends_extra: bool = False
+    passes_on: bool = False
+    keeps_own: bool = False
     needs_context: bool = False
     needs_lora: bool = False
     needs_tasks: bool = False

@@ -45,6 +45,7 @@ class Wanted:
         round: counted from 1.
         run: the run's name.
         coding: how the numbers must be written, one of `fednl.federation.coding.CODINGS`.
+        apart: those of `extra` that a reply carries all or none of.
     """
 
     rules: Params
@@ -52,6 +53,7 @@ class Wanted:
     round: int
     run: str
     coding: str = "float32"
+    apart: frozenset[str] = frozenset()
 
     def read(self, payload: bytes, client: str) -> Message:
         """Reads a reply: its size, then what it says it holds, and only then its numbers.
@@ -73,8 +75,9 @@ class Wanted:
                 "too-large", f'Client "{client}" sent {len(payload)} bytes, more than its rules can need.'
             )
         outline = Message.outline(payload)
-        # What weighs nothing need not carry what a mean is made of.
-        owed = {n: t for n, t in self.extra.items() if outline.num_examples != 0 or n in outline.extra}
+        # What weighs nothing need not carry what a mean is made of, and what goes to others comes when it is there.
+        comes = outline.num_examples != 0, bool(self.apart & outline.extra.keys())
+        owed = {n: t for n, t in self.extra.items() if comes[n in self.apart] or n in outline.extra}
         named: dict[str, Any] = {"run": self.run, "expected_extra": {**owed, **scales}, "coding": self.coding}
         check_update(outline, layout, self.round, client, **named)
         message = decode(Message.from_bytes(payload), self.rules)

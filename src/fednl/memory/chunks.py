@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednl.memory.operator import FORGET, autocast_off, intervals, token_rows, unflatten
+from fednl.memory.arguments import FORGET, autocast_off, unflatten
+from fednl.memory.delta_chunks import intervals, token_rows
 from fednl.memory.rules_reference import Given, Memory
 
 

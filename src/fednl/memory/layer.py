@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednl.memory.arguments import autocast_off
 from fednl.memory.gate import Gate
 from fednl.memory.precision import Spared
 from fednl.memory.projection import Convolution, Projection
@@ -125,7 +126,7 @@ class MemoryLayer(Spared):
             The mixed output in `attended`'s dtype and shape, with a closed gate `attended` itself; and the memory
             after it. Nothing is changed in place.
         """
-        with torch.autocast(hidden.device.type, enabled=False):
+        with autocast_off(hidden.device):
             read, written = self._write_and_read(hidden, q, k, v, keep, past, window, addresses)
             return (attended if gate_scale == 0 else self.gate.mix(attended, hidden, read, gate_scale)), written
 

@@ -195,18 +195,33 @@ class Site:
         return (mixed, *args[1:])
 
     def _addresses(self, frame: Frame, keep: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Computed by every memory layer itself, so that gradients reach the rules however a layer is recomputed."""
-        addresses, source = self.owner.addresses, frame.context.source
+        """The pass's queries, keys and last average.
+
+        With gradients every memory layer computes them itself, so that gradients reach the rules however a layer is
+        recomputed; without, the first layer does for all that go on from the same average.
+        """
+        addresses, context = self.owner.addresses, frame.context
+        source, shared = context.source, None if torch.is_grad_enabled() else context.addressed
         if addresses is None or source is None:
             raise BackboneError(
                 f"This pass left out layer {self.address_layer}, whose inputs the memory's addresses are made of; "
                 "run every layer up to the last one with memory."
             )
-        # A backbone spread over devices keeps the addresses on their own layer's.
-        there, here = source.device, frame.hidden.device
-        keep, carry = (None if t is None else t.to(there) for t in (keep, carry))
-        queries, keys, after = addresses(source, keep, carry)
-        return queries.to(here), keys.to(here), after.to(here)
+        if shared is None or not _same(shared[0], carry):
+            # A backbone spread over devices keeps the addresses on their own layer's.
+            given = (None if t is None else t.to(source.device) for t in (keep, carry))
+            shared = carry, addresses(source, *given)
+            if not torch.is_grad_enabled():
+                context.addressed = shared
+        queries, keys, after = (part.to(frame.hidden.device) for part in shared[1])
+        return queries, keys, after
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two layers go on from the same average, which is one tensor until a cache is copied or reordered."""
+    if one is other or one is None or other is None:
+        return one is other
+    return one.device == other.device and torch.equal(one, other)
 
 
 @uncompiled

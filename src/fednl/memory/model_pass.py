@@ -59,14 +59,14 @@ def begin_pass(
         return None  # the decoder says so itself
     check_trains(owner)
     (batch, tokens), device = given.shape[:2], given.device
-    packing = documents(kwargs, batch, tokens, device)
-    if packing is not None:
-        kwargs = packing.unpack(kwargs)
-        batch, tokens = packing.source.shape
-    cache = _own_cache(owner, kwargs, names)
-    keep = padding(kwargs.get("attention_mask"), batch, tokens, 0 if cache is None else cache.seen_tokens, device)
+    keep = padding(kwargs, batch, tokens, device)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
-    before = counted(cache, batch, device)
+    packing = documents(kwargs, real)
+    if packing is not None:
+        kwargs, real = packing.unpack(kwargs), packing.source >= 0
+        keep = None if bool(real.all()) else real
+    cache = _own_cache(owner, kwargs, names)
+    before = counted(cache, real.shape[0], device)
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
     check_positions(owner, index)
     context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call, packing)

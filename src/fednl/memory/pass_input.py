@@ -52,10 +52,17 @@ def counted(cache: MemoryCache | None, batch: int, device: torch.device) -> Tens
     return counts
 
 
-def padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device) -> Tensor | None:
-    """Which of the new tokens are real, `[batch, tokens]` bool, or `None` if all are."""
+def padding(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.device) -> Tensor | None:
+    """Which of the new tokens are real, `[batch, tokens]` bool, or `None` if all are.
+
+    Raises:
+        BackboneError: the mask is of another shape, or holds other numbers than 0 and 1.
+    """
+    mask = kwargs.get("attention_mask")
     if mask is None:
         return None
+    cache = _given_cache(kwargs)
+    past = cache.get_seq_length() if isinstance(cache, Cache) else 0
     if not isinstance(mask, Tensor):
         raise BackboneError(f"attention_mask is a {type(mask).__name__}; memory needs a tensor [batch, tokens].")
     if list(mask.shape) not in ([batch, tokens], [batch, past + tokens]):
@@ -72,26 +79,28 @@ def padding(mask: Any, batch: int, tokens: int, past: int, device: torch.device)
     return None if bool(keep.all()) else keep
 
 
-def documents(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.device) -> Packing | None:
+def documents(kwargs: dict[str, Any], real: Tensor) -> Packing | None:
     """Takes `doc_ids` out of the arguments, and finds where the rows' documents are if they have several.
+
+    Args:
+        kwargs: the decoder's arguments; changed.
+        real: `[batch, tokens]` bool, False for padding.
 
     Raises:
         BackboneError: they have, and a cache is given or asked for.
     """
     doc_ids, positions = kwargs.pop("doc_ids", None), kwargs.get("position_ids")
-    if doc_ids is None and positions is None:
-        return None
-    given = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-    past = given.get_seq_length() if isinstance(given, Cache) else 0
-    keep = padding(kwargs.get("attention_mask"), batch, tokens, past, device)
-    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
     packing = find_packing(doc_ids, positions, real)
-    if packing is not None and (given is not None or kwargs.get("use_cache")):
+    if packing is not None and (_given_cache(kwargs) is not None or kwargs.get("use_cache")):
         raise BackboneError(
             "doc_ids, or position_ids that start again, put several documents into one row, which can be no "
             "conversation; leave the cache out and say use_cache = False, or give one document a row."
         )
     return packing
+
+
+def _given_cache(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
 def check_positions(owner: Attachment, index: Tensor) -> None:

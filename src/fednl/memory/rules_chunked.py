@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednl.memory.arguments import autocast_off
 from fednl.memory.chunks import by_chunk
-from fednl.memory.operator import RECURRENCE_TOKENS, autocast_off, delta_rule
+from fednl.memory.kernels import delta_rule
+from fednl.memory.operator import RECURRENCE_TOKENS
 from fednl.memory.rules_reference import (
     check_writes,
     checked,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fednl.memory.operator import (
+from fednl.memory.arguments import (
     autocast_off,
     check_argument,
     check_arguments,

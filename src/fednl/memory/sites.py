@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -176,3 +177,9 @@ def thaw(model: nn.Module) -> None:
     for module in model.modules():
         for parameter in module.__dict__.pop(FROZEN, ()):
             parameter.requires_grad_(True)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The cache's keyword: `cache` in new transformers, `past_key_values` before."""
+    forward: Callable[..., Any] = model.forward
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

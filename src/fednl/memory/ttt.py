@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fednl.memory.operator import autocast_off, check_argument, check_arguments, compute_dtype, unflatten
+from fednl.memory.arguments import autocast_off, check_argument, check_arguments, compute_dtype, unflatten
 
 NORM_EPSILON = 1e-6
 Result = tuple[Tensor, Tensor, Tensor, Tensor]

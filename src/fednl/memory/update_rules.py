@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ class UpdateRule:
 
 # A new rule is its functions and one entry here.
 RULES: dict[str, UpdateRule] = {
-    "delta": UpdateRule("operator:delta_rule", "operator:delta_rule_reference"),
+    "delta": UpdateRule("kernels:delta_rule", "operator:delta_rule_reference"),
     "implicit-delta": UpdateRule("rules_chunked:implicit_delta_rule", "rules_reference:implicit_delta_reference"),
-    "gated-delta": UpdateRule("operator:delta_rule", "operator:delta_rule_reference", decays=True),
+    "gated-delta": UpdateRule("kernels:delta_rule", "operator:delta_rule_reference", decays=True),
     "decay-separate": UpdateRule(
         "rules_chunked:decay_separate_rule", "rules_reference:decay_separate_reference", decays=True, widest=1
     ),
@@ -59,6 +60,7 @@ RULES: dict[str, UpdateRule] = {
 """The update rules by the name that `[memory] rule` takes."""
 
 
+@functools.cache
 def function(place: str) -> Callable[..., Any]:
     """Loads a rule's function from its `module:name`."""
     module, _, name = place.partition(":")

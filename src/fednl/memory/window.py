@@ -35,6 +35,7 @@ class PassContext:
         window: the window part, or `None` with `window_tokens = 0`.
         source: the address layer's input after its norm, once it was reached, without its history of gradients, so
             that a recomputed layer sees what it saw; `None` with `keys = "token"`.
+        addressed: what the addresses went on from and came to, once a layer without gradients has made them.
         counts: `[batch]` int64, real tokens of each row after this pass.
         gate_scale: multiplies every gate; as it was when the pass began.
         call: where the pass is left for the call around it to commit; `None` if there is none.
@@ -51,6 +52,7 @@ class PassContext:
     packing: Packing | None = None
     window: WindowContext | None = None
     source: Tensor | None = None
+    addressed: tuple[Tensor | None, tuple[Tensor, Tensor, Tensor]] | None = None
     sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -61,16 +63,18 @@ class Block:
     Attributes:
         queries: which new tokens.
         slots: the slots that hold every token they see.
-        hidden: `[batch, 1, 1, queries, sinks + slots]` bool: what a query does not see.
+        size: how many new tokens.
+        hidden: `[batch, 1, 1, queries, sinks + slots]` bool: what a query does not see; `None` if it sees all.
     """
 
     queries: slice
     slots: slice
-    hidden: Tensor
+    size: int
+    hidden: Tensor | None
 
 
 class Rotation(NamedTuple):
-    """How one rotary embedding turns: (cos, sin) of the re-based queries and of the sinks."""
+    """How one rotary embedding turns the re-based queries and the sinks: for each what `turning` gives."""
 
     query: tuple[Tensor, Tensor]
     sink: tuple[Tensor, Tensor]
@@ -185,7 +189,10 @@ def window_context(
         positions=positions,
         blocks=_blocks(index, positions, slot, window, not padded or _contiguous(positions)),
         sink_source=source,
-        rotations={k: Rotation(turn(like, rebased), turn(like, slot.unsqueeze(0))) for k, turn in rotaries.items()},
+        rotations={
+            kind: Rotation(turning(*embed(like, rebased)), turning(*embed(like, slot.unsqueeze(0))))
+            for kind, embed in rotaries.items()
+        },
         retained=retained,
     )
 
@@ -228,7 +235,7 @@ def window_attention(
         rebased, sink_key = rotate(query_raw, rotation.query), rotate(sink_key, rotation.sink)
     outputs = []
     for block in window.blocks:
-        size = block.hidden.shape[3]
+        size = block.size
 
         def grouped(x: Tensor, block: Block = block, size: int = size) -> Tensor:
             return x[:, :, block.queries].reshape(batch, kv_heads, group * size, head_dim)
@@ -244,26 +251,35 @@ def window_attention(
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scaling
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        scores = scores.masked_fill(block.hidden, torch.finfo(torch.float32).min)
+        if block.hidden is not None:
+            scores = scores.masked_fill(block.hidden, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1).to(value.dtype).view(batch, kv_heads, group * size, -1)
         if dropout:
             weights = nn.functional.dropout(weights, dropout)
         out = weights @ torch.cat([sink_value, value[:, :, block.slots]], dim=2)
         outputs.append(out.view(batch, heads, size, head_dim))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+
+
+def turning(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A rotary embedding `[batch, tokens, dim]` as `rotate` takes it: for all heads, the first half of `sin` negative.
+
+    That is worked out once for all layers, so that each has an operation less to do.
+    """
+    first, second = sin.unsqueeze(1).chunk(2, -1)
+    return cos.unsqueeze(1), torch.cat([-first, second], -1)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies a rotary embedding (half-split layout) to `x [batch, heads, tokens, head_dim]`.
+    """Applies a rotary embedding (half-split layout), `turning`, to `x [batch, heads, tokens, head_dim]`.
 
     An embedding narrower than a head turns the head's first numbers only.
     """
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    half = cos.shape[-1] // 2
+    cos, sin = rotation
     if cos.shape[-1] < x.shape[-1]:
         turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
         return torch.cat([rotate(turned, rotation), kept], -1)
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    return x * cos + x.roll(cos.shape[-1] // 2, -1) * sin
 
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -283,11 +299,13 @@ def _blocks(index: Tensor, positions: Tensor, sink: Tensor, window: int, contigu
     blocks = []
     for start in range(0, tokens, size):
         queries = slice(start, min(start + size, tokens))
-        near = slice(max(0, past + start - window + 1) if in_blocks else 0, past + queries.stop)
+        near = slice(max(0, past + start - window + 1) if contiguous else 0, past + queries.stop)
         token, there = index[:, queries].unsqueeze(2), positions[:, near].unsqueeze(1)
         distance = token - there
         seen = torch.cat([sink <= token - window, (distance >= 0) & (distance < window) & (there >= 0)], dim=2)
-        blocks.append(Block(queries, near, ~seen[:, None, None]))
+        hidden, count = ~seen[:, None, None], queries.stop - queries.start
+        sees_all = count == 1 and not bool(hidden.any())  # as it is from token to token, once the window is full
+        blocks.append(Block(queries, near, count, None if sees_all else hidden))
     return blocks
 
 

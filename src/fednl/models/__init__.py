@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fednl.fetching import cache_folder as cache_folder
     from fednl.models.adapters import ADAPTERS as ADAPTERS
     from fednl.models.adapters import Adapter as Adapter
     from fednl.models.adapters import LoraAdapter as LoraAdapter
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from fednl.models.backbone import load_backbone as load_backbone
     from fednl.models.lora import attach_lora as attach_lora
     from fednl.models.lora import detach_lora as detach_lora
-    from fednl.models.lora import lora_hash as lora_hash
     from fednl.models.lora import lora_params as lora_params
     from fednl.models.lora import set_lora as set_lora
     from fednl.models.packaged import PACKAGED as PACKAGED
@@ -33,11 +31,9 @@ _FILE_OF = {
     "MemoryAdapter": "adapters",
     "PACKAGED": "packaged",
     "attach_lora": "lora",
-    "cache_folder": "store",
     "detach_lora": "lora",
     "fetch_packaged": "packaged",
     "load_backbone": "backbone",
-    "lora_hash": "lora",
     "lora_params": "lora",
     "set_lora": "lora",
 }

@@ -182,7 +182,8 @@ class ContextVectorsAdapter(Adapter):
 
     def collect(self, batches: Iterable[Demonstrations], noise: torch.Generator) -> dict[str, Tensor]:
         """Gives the client's context vectors: the mean over its examples, with noise if set."""
-        from fednl.models.context_vectors import VECTORS, mean_outputs
+        from fednl.models.context_injection import VECTORS
+        from fednl.models.context_vectors import mean_outputs
 
         return {VECTORS: mean_outputs(self.model, batches, self._settings, noise)}
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from fednl.errors import CheckpointError
 from fednl.files import write_atomic
-from fednl.models.context_vectors import COEFFICIENTS, VECTORS
+from fednl.models.context_injection import COEFFICIENTS, VECTORS
+
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 LIKE, TEMPERATURE = 0.8, 0.5
 _TENSORS, _ENTRY = "params.safetensors", "entry.json"
@@ -38,6 +40,7 @@ class TaskKey:
         layers: how many layers are injected.
         dtype: the backbone's precision.
         position: which token was read.
+        inject: where vectors are injected.
     """
 
     task: str
@@ -47,6 +50,7 @@ class TaskKey:
     layers: int
     dtype: str
     position: str
+    inject: str = "all"
 
     @property
     def digest(self) -> str:
@@ -57,6 +61,36 @@ class TaskKey:
     def model_digest(self) -> str:
         """The same without task and template: entries that agree in it can start one another."""
         return _digest({name: value for name, value in asdict(self).items() if name not in ("task", "template")})
+
+
+@dataclass(frozen=True)
+class Like:
+    """What the store knows of tasks like a new one.
+
+    Attributes:
+        params: `context.coefficients` and `context.vectors` to start from; None where no task is like it.
+        count: how many tasks they are the mean of.
+        cosines: of every task on the same model with the new one, the nearest first.
+    """
+
+    params: dict[str, Tensor] | None
+    count: int
+    cosines: tuple[float, ...]
+
+    def sentence(self) -> str:
+        """Says it for the display."""
+        if not self.cosines:
+            return "the store has no other task on this model: the run goes on from its own coefficients"
+        if self.params is None:
+            return (
+                f"none of {len(self.cosines)} stored tasks on this model is like this one (the nearest has cosine "
+                f"{self.cosines[0]:.2f}, and more than {LIKE} counts): the run goes on from its own coefficients"
+            )
+        told = ", ".join(f"{cosine:.3f}" for cosine in self.cosines[: self.count])
+        return (
+            f"{self.count} of {len(self.cosines)} stored tasks on this model are like this one (cosine {told}): the "
+            "coefficients go on from theirs"
+        )
 
 
 class ContextStore:
@@ -96,39 +130,53 @@ class ContextStore:
         place = self.folder / key.digest[:32]
         return _read(place)[1] if (place / _ENTRY).exists() else None
 
-    def near(self, key: TaskKey, coefficients: Tensor) -> dict[str, Tensor] | None:
-        """Gives a start for a new task from like ones on the same model; None where none is like it.
+    def near(self, key: TaskKey, coefficients: Tensor) -> Like:
+        """Gives a start for a new task from like ones on the same model.
 
         Tasks count whose coefficients have a cosine above 0.8 with the new task's; their vectors and coefficients are
         averaged with weights of a softmax over these cosines, at temperature 0.5.
 
         Args:
-            key: the new task's; an entry of its own is left out.
+            key: the new task's; an entry of its own is left out, and so is every entry of another model, tokenizer,
+                number of layers, precision or position.
             coefficients: the new task's after a few steps, `[layers, 2, 2]`.
 
         Raises:
-            CheckpointError: an entry is damaged.
+            CheckpointError: an entry is damaged, or holds tensors of other shapes than the new task's model has.
 
         Source: I2CL (arXiv 2405.14660), transfer between tasks by the similarity of calibrated coefficients.
         """
-        like: list[tuple[float, dict[str, Tensor]]] = []
+        compared: list[tuple[float, dict[str, Tensor]]] = []
         for place in sorted(self.folder.glob(f"*/{_ENTRY}")):
             entry, params = _read(place.parent)
             if entry["model"] != key.model_digest or entry["key"] == asdict(key):
                 continue
-            pair = (params[COEFFICIENTS].flatten().double(), coefficients.flatten().double().cpu())
-            cosine = float(torch.nn.functional.cosine_similarity(*pair, dim=0))
-            if cosine > LIKE:
-                like.append((cosine, params))
+            _check_shapes(place.parent, params, coefficients, compared[0][1] if compared else params)
+            pair = (params[COEFFICIENTS].flatten().double(), coefficients.detach().flatten().double().cpu())
+            compared.append((float(torch.nn.functional.cosine_similarity(*pair, dim=0)), params))
+        compared.sort(key=lambda one: -one[0])
+        cosines = tuple(cosine for cosine, _ in compared)
+        like = [(cosine, params) for cosine, params in compared if cosine > LIKE]
         if not like:
-            return None
+            return Like(None, 0, cosines)
         weights = torch.softmax(torch.tensor([cosine for cosine, _ in like], dtype=torch.float64) / TEMPERATURE, 0)
-        return {
+        start = {
             name: sum(w * params[name].double() for w, (_, params) in zip(weights, like, strict=True)).to(
                 like[0][1][name].dtype
             )
             for name in (COEFFICIENTS, VECTORS)
         }
+        return Like(start, len(like), cosines)
+
+
+def _check_shapes(place: Path, params: Tensors, wanted: Tensor, other: Tensors) -> None:
+    """Refuses an entry that says it is of this model and is not."""
+    found, vectors = params[COEFFICIENTS].shape, params[VECTORS].shape
+    if found != wanted.shape or vectors != other[VECTORS].shape or vectors[:2] != found[:2]:
+        raise CheckpointError(
+            f"the entry {place} has coefficients {list(found)} and vectors {list(vectors)}, which do not fit this "
+            f"model's {list(wanted.shape)}: delete that folder."
+        )
 
 
 def _read(place: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,130 +1,25 @@
-"""Context vectors: what labelled examples leave in a frozen model's layers, added back by a few coefficients.
-
-The model's own modules stay what they are: hooks on every layer's attention and MLP read their outputs, or replace
-`out` with `beta * out + lambda * vector`. Vectors and coefficients are no parameters of the model, so that neither its
-`state_dict` nor another adapter sees them.
-"""
+"""Context vectors: what labelled examples leave in a frozen model's layers, added back by a few coefficients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory.attach import rules
-from fednl.memory.sites import KEEPS_FROZEN, freeze, is_attached, thaw
+from fednl.memory.sites import KEEPS_FROZEN, cache_argument, freeze, is_attached, is_recurrent, thaw
+from fednl.models.context_injection import COEFFICIENTS, VECTORS, ContextInjection, trunk_of
+from fednl.models.kept_prompts import Answers, KeptPrompts
 from fednl.models.settings import ContextVectorSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COEFFICIENTS, VECTORS = "context.coefficients", "context.vectors"
-MODULES = ("attention", "mlp")
-"""What is hooked in a layer, in the order of the second axis of both tensors."""
-
-_BLOCKS = ("layers", "h")
-_NAMES = {"attention": ("self_attn", "attn", "attention"), "mlp": ("mlp",)}
 _ATTRIBUTE = "_fednl_context"
-
-
-class ContextInjection:
-    """The hooks of one model, with the vectors and coefficients they inject.
-
-    Attributes:
-        coefficients: `[layers, 2, 2]`, trained: per layer and module (`MODULES`) lambda, then beta.
-        vectors: `[layers, 2, hidden]`, never trained here.
-    """
-
-    def __init__(self, model: nn.Module, settings: ContextVectorSettings) -> None:
-        sites = find_modules(model)
-        like = next(model.parameters())
-        hidden = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        start = torch.tensor([settings.start_lambda, settings.start_beta], dtype=dtype, device=like.device)
-        self.coefficients = nn.Parameter(start.repeat(len(sites), len(MODULES), 1))
-        shape = (len(sites), len(MODULES), hidden)
-        self.vectors = nn.Parameter(torch.zeros(shape, dtype=dtype, device=like.device), requires_grad=False)
-        self._fired = [0] * (len(sites) * len(MODULES))
-        self._read: _Reading | None = None
-        self._handles: list[Any] = []
-        for layer, modules in enumerate(sites):
-            for module, part in enumerate(modules):
-                self._handles.append(part.register_forward_hook(self._hook(layer, module)))
-        trunk = trunk_of(model)
-        self._handles.append(trunk.register_forward_pre_hook(self._begin))
-        self._handles.append(trunk.register_forward_hook(self._end))
-
-    def remove(self) -> None:
-        """Takes every hook off."""
-        for handle in self._handles:
-            handle.remove()
-
-    @contextmanager
-    def reading(self, positions: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Reads instead of injecting: inside the block the model is the plain model.
-
-        Args:
-            positions: `[batch]`, which token of each row of the next forward pass is read.
-
-        Yields:
-            A function that gives what the last pass left, `[batch, layers, 2, hidden]`, in float32 or wider.
-        """
-        self._read = _Reading(positions, {})
-        try:
-            yield self._read.stacked
-        finally:
-            self._read = None
-
-    def _hook(self, layer: int, module: int) -> Callable[[nn.Module, Any, Any], Any]:
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            self._fired[layer * len(MODULES) + module] += 1
-            # Attention layers give tuples and MLPs tensors, and which does what has changed between releases.
-            out = output[0] if isinstance(output, tuple) else output
-            if self._read is not None:
-                self._read.take((layer, module), out)
-                return None
-            scale, keep = self.coefficients[layer, module].to(out.device)
-            vector = self.vectors[layer, module].to(out.device)
-            new = (keep * out.to(vector.dtype) + scale * vector).to(out.dtype)
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        return hook
-
-    def _begin(self, _: nn.Module, __: Any) -> None:
-        self._fired = [0] * len(self._fired)
-
-    def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
-        """Refuses a backbone in which a module is passed over, or runs twice: then nothing would be what it says."""
-        wrong = [index for index, fired in enumerate(self._fired) if fired != 1]
-        if wrong:
-            layer, module = divmod(wrong[0], len(MODULES))
-            raise BackboneError(
-                f"the {MODULES[module]} of layer {layer} ran {self._fired[wrong[0]]} times in one pass, not once, so "
-                "context vectors cannot be injected there; use an unmodified model."
-            )
-
-
-class _Reading:
-    """The outputs of one pass at one position a row."""
-
-    def __init__(self, positions: Tensor, found: dict[tuple[int, int], Tensor]) -> None:
-        self._positions, self._found = positions, found
-
-    def take(self, site: tuple[int, int], out: Tensor) -> None:
-        rows = torch.arange(out.shape[0], device=out.device)
-        self._found[site] = out[rows, self._positions.to(out.device)].detach()
-
-    def stacked(self) -> Tensor:
-        layers = 1 + max(layer for layer, _ in self._found)
-        device = self._positions.device
-        flat = [self._found[layer, module].to(device) for layer in range(layers) for module in range(len(MODULES))]
-        stacked = torch.stack(flat, dim=1)
-        wide = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        return wide.reshape(len(wide), layers, len(MODULES), -1)
 
 
 def attach_context(model: PreTrainedModel, settings: ContextVectorSettings) -> PreTrainedModel:
@@ -179,6 +74,40 @@ def context_of(model: nn.Module) -> ContextInjection:
     return found
 
 
+def keep_prompts(model: nn.Module, settings: ContextVectorSettings) -> None:
+    """Lets steps begin at the answers, where nothing is injected before them and the settings leave room.
+
+    Args:
+        model: with context vectors attached, and nothing else; recurrent ones keep no keys and are left as they are.
+        settings: the `[context-vectors]` section.
+    """
+    injection = context_of(model)
+    if injection.only_answers and settings.keep_mb and not is_recurrent(model):
+        injection.prompts = KeptPrompts(model, injection, settings.keep_mb * 10**6)
+
+
+def answers_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Answers | None:
+    """Gives the part of a training batch that still has to run, where its prompts are kept; else None."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return None if found is None or found.prompts is None else found.prompts.answers(batch)
+
+
+@contextmanager
+def answering(model: nn.Module, first: Tensor | int) -> Iterator[None]:
+    """Says where answers are predicted in the passes inside the block; nothing changes where nothing reads it.
+
+    Args:
+        model: with or without context vectors.
+        first: as `ContextInjection.answers_from`.
+    """
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None or not found.only_answers:
+        yield
+        return
+    with found.answers_from(first):
+        yield
+
+
 def context_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """Gives the live coefficients and vectors by canonical name.
 
@@ -196,7 +125,8 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
 
     Args:
         model: with context vectors attached; nothing is injected and nothing changed.
-        batch: `input_ids` and `attention_mask` `[batch, tokens]`, right-padded, and `positions` `[batch]`.
+        batch: `input_ids` and `attention_mask` `[batch, tokens]`, right-padded, and `positions` `[batch]`; with `last`
+            `[batch]`, keys and values before it are kept for later steps where prompts are kept.
         clip_norm: the longest a row's outputs may be, as one L2 norm over all of them; 0 for no limit.
 
     Returns:
@@ -207,9 +137,13 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
 
     Source: I2CL (arXiv 2405.14660), one demonstration at a time; clipping ours.
     """
+    prompts, inputs = context_of(model).prompts, {name: batch[name] for name in ("input_ids", "attention_mask")}
+    cache = None if prompts is None or "last" not in batch else prompts.new_cache()
     with torch.no_grad(), context_of(model).reading(batch["positions"]) as outputs:
-        trunk_of(model)(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+        trunk_of(model)(**inputs, use_cache=cache is not None, **{cache_argument(model): cache})
         found = outputs()
+    if prompts is not None and cache is not None:  # what one pass computed need not be computed by the first step
+        prompts.keep(batch["input_ids"], batch["last"], cache)
     if not bool(found.isfinite().all()):
         layer = int((~found.isfinite()).any(dim=(0, 3)).any(dim=1).nonzero()[0])
         raise NonFiniteError(
@@ -246,33 +180,3 @@ def mean_outputs(
         mean = mean + settings.noise_std * torch.randn(mean.shape, generator=noise, dtype=mean.dtype)
     vectors = context_of(model).vectors
     return mean.to(vectors.device, vectors.dtype)
-
-
-def trunk_of(model: nn.Module) -> nn.Module:
-    """The model without its head, which alone takes longer than the layers for a few tokens in bfloat16."""
-    trunk: nn.Module = model.base_model  # type: ignore[assignment]
-    return trunk
-
-
-def find_modules(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Finds every layer's attention and MLP, in the order of the layers.
-
-    Raises:
-        BackboneError: the layout is not that of Llama, Qwen, Gemma, GPT-2 or their like.
-    """
-    for module in model.modules():
-        blocks = next((b for name in _BLOCKS if isinstance(b := getattr(module, name, None), nn.ModuleList)), None)
-        if blocks is None or not len(blocks):
-            continue
-        found = [tuple(_part(block, names) for names in _NAMES.values()) for block in blocks]
-        if all(part is not None for pair in found for part in pair):
-            return found  # type: ignore[return-value]
-    raise BackboneError(
-        f"the layers of {type(model).__name__} have no attention and MLP that context vectors know; use a model of the "
-        "Llama, Qwen, Gemma, Mistral or GPT-2 families."
-    )
-
-
-def _part(block: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    found = next((getattr(block, name) for name in names if hasattr(block, name)), None)
-    return found if isinstance(found, nn.Module) else None

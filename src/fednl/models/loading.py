@@ -31,6 +31,10 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the backbone and puts trained rules onto it, ready for `model.generate()`.
 
+    A run's rules are the shared ones. What single clients keep to themselves (rules that do not travel, FedALA's
+    mixtures, FedWeIT's parts of each task) is in the checkpoints and not in `final/`: where rules do not travel, those
+    of the start stand there.
+
     Args:
         path: a run's folder (its `final/` rules are taken), or a folder of rules such as a run's `best/` or
             what `fednl.save_rules` wrote.

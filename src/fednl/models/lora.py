@@ -6,8 +6,6 @@ leave this file are canonical, `layers.{i}.{module}.lora_A`, whatever wraps the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -146,25 +144,6 @@ def detach_lora(model: PreTrainedModel) -> PreTrainedModel:
 def has_lora(model: nn.Module) -> bool:
     """True if `attach_lora` was called on the model and not undone."""
     return _ATTRIBUTE in model.__dict__
-
-
-def lora_hash(model: nn.Module) -> str:
-    """Gives a hash of all that makes LoRA tensors comparable but is not in them: rank, scale, kind, modules.
-
-    Clients whose hashes differ must not be averaged.
-
-    Raises:
-        BackboneError: no LoRA is attached.
-    """
-    lora = _attached(model)
-    what = {
-        "rank": lora.settings.rank,
-        "alpha": lora.settings.scale_alpha,
-        "scaling": "alpha/rank",
-        "bias": "none",
-        "modules": sorted(lora.sites),
-    }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def _attached(model: nn.Module) -> _Lora:

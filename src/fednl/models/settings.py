@@ -67,21 +67,28 @@ class ContextVectorSettings(Section):
     Args:
         position: which token of an example is read: `separator` (the line break after its label), `label` (the
             label's last token) or `last` (the last token before the label, where the answer is predicted).
+        inject: `"all"` tokens, as published, or only the `"answer"`: from the token on at which it is predicted. What
+            stands before is then the plain model's, so that its keys and values are computed once for all steps.
+        keep_mb: how much of these a process keeps at most, in MB of 10^6 bytes; prompts beyond that are computed in
+            every step, and 0 keeps none. It changes speed, and losses by rounding only.
         start_lambda: the vector's weight before training.
         start_beta: the weight of the layer's own output before training.
         clip_norm: the longest that what one example leaves may be, as one L2 norm over all layers; 0 for no limit.
         store: `"on"` keeps what a run ends with, by task, in the cache folder, and starts a run on the same task,
-            model, tokenizer, template and precision from it, without a round of vectors.
+            model, tokenizer, template and precision from it, without a round of vectors. `"near"` does the same, and
+            lets a task that is not known go on from the coefficients of like ones after its first round of them.
         noise_std: standard deviation of the noise on every number of a client's mean before it leaves. It is drawn from
             the run's seed, as everything here: it shows what noise costs, and hides nothing from who knows the seed.
 
-    Source: I2CL (arXiv 2405.14660): 0.1, 1.0 and the line break; the other positions ours, as IFed-ICL does not say;
-        clipping and noise ours.
+    Source: I2CL (arXiv 2405.14660): 0.1, 1.0, the line break, and injection at the last token as one of its variants;
+        the other positions ours, as IFed-ICL does not say; what is kept, clipping and noise ours.
     """
 
     position: Literal["separator", "label", "last"] = "separator"
+    inject: Literal["all", "answer"] = "all"
+    keep_mb: int = Field(default=2000, ge=0)
     start_lambda: float = Field(default=0.1, allow_inf_nan=False)
     start_beta: float = Field(default=1.0, allow_inf_nan=False)
     clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    store: Literal["off", "on"] = "off"
+    store: Literal["off", "on", "near"] = "off"
     noise_std: float = Field(default=0.0, ge=0, allow_inf_nan=False)

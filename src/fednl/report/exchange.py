@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fednl.federation.algorithms import ALGORITHMS
 from fednl.report.words import escape, number
 
 
 def exchange_lines(config: Mapping[str, Any]) -> list[str]:
-    """Says what of `[traffic]`, `[combine]` and `[privacy]` differs from plain averages of float32 numbers.
+    """Says what the traffic, the rule of combining, the algorithm and privacy add to plain averages of float32 numbers.
 
     Args:
         config: the run's `config.json`.
@@ -25,6 +26,9 @@ def exchange_lines(config: Mapping[str, Any]) -> list[str]:
         words = [f"{escape(combine['rule'])} against {combine.get('attackers', '?')} attackers", *words]
     if words:
         lines.append(f"Combined by: {', '.join(words)}")
+    name = _section(config, "federation").get("algorithm")
+    if name in ALGORITHMS and ALGORITHMS[name].traits.passes_on:
+        lines.append(f"Passed on: {escape(name)} hands what a client learned of a task to every other client, as it is")
     hidden = _hidden(privacy)
     return lines + ([f"Privacy: {', '.join(hidden)}"] if hidden else [])
 

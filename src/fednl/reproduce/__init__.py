@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 # A new table is one file and one line here: where its `Table` stands.
 TABLES: dict[str, str] = {
+    "mmlu": "fednl.reproduce.mmlu:TABLE",
     "needles": "fednl.reproduce.needles:TABLE",
+    "unseen": "fednl.reproduce.unseen:TABLE",
+    "traffic": "fednl.reproduce.traffic:TABLE",
+    "ifed-icl": "fednl.reproduce.ifed_icl:TABLE",
+    "streaming": "fednl.reproduce.streaming:TABLE",
+    "ablation": "fednl.reproduce.ablation:TABLE",
 }
 
 SCALES: dict[str, str] = {

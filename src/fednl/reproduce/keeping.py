@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fednl.arms import make_algorithm
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
+from fednl.federation.checkpoint import read_tensors
 from fednl.measuring import OUTCOMES, changed_settings, earlier, results_name
 from fednl.runs import Run
 from fednl.training import config_of, evaluate, resume, train
@@ -81,3 +83,38 @@ def answers(
         evaluate(run.path, None, on_event, [*changed, f"evaluation.arms={json.dumps(list(arms))}"], anew=False)
     found = earlier(path)
     return {arm: found[arm] for arm in arms}
+
+
+def numbers_shared(run: Run) -> int | None:
+    """Counts the numbers of a run's rules that a client shares in a round, once the run has rules; else None."""
+    path = run.path / "final/params.safetensors"
+    if not path.exists():
+        return None
+    params, _ = read_tensors(path)
+    algorithm = make_algorithm(config_of(run), "federated")
+    shared = algorithm.shared(list(params)) if algorithm.traits.shares else []
+    return sum(params[name].numel() for name in shared)
+
+
+def kept(
+    path: Path,
+    asked: Sequence[tuple[str, int]],
+    work: Callable[[str, int], Mapping[str, Any]],
+    on_done: Callable[[int], None] = lambda done: None,
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """What was found for every arm and item, doing only what is not on a line of a file yet.
+
+    Args:
+        path: a file of JSON lines; each line is on disk when its item is done.
+        asked: pairs of arm and item, in the order in which they are done.
+        work: does one.
+        on_done: called with how many of those asked are there, after each.
+    """
+    file = Run(path.parent)
+    done = {(line["arm"], line["item"]): line["found"] for line in file.read_jsonl(path.name)}
+    for place, (arm, item) in enumerate(asked, 1):
+        if (arm, item) not in done:
+            done[arm, item] = dict(work(arm, item))
+            file.append_jsonl(path.name, {"arm": arm, "item": item, "found": done[arm, item]})
+        on_done(place)
+    return {one: done[one] for one in asked}

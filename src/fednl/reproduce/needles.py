@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fednl.evaluation.closing import share_closed
 from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.rows import MACRO, Row, result_rows
+from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell
-from fednl.reproduce import page, papers
+from fednl.reproduce import page, papers, settings
+from fednl.reproduce.comparison import Answers, Asked, Shown, answered, comparison_rows, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.runs import Run
 
-# A LoRA in the place of memory; the window, where there is one, is the memory's.
-_LORA = (
-    "memory.layers=none",
-    "memory.start=fresh",
-    "lora.rank=8",
-    'lora.targets="q_proj,v_proj"',
-    "federation.shared=lora",
-)
-
 FEDNL = Method("fednl")
-WINDOW_LORA = Method("fedavg-lora-window", _LORA)
-FULL_LORA = Method("fedavg-lora-full", (*_LORA, "memory.window-tokens=0"))
-FEDALA = Method("fedala-window", (*_LORA, "federation.algorithm=fedala", "fedala.steps=2", "fedala.most-passes=3"))
-FFA = Method("ffa-lora-window", (*_LORA, "federation.algorithm=ffa-lora"))
+WINDOW_LORA = Method("fedavg-lora-window", settings.LORA)
+FULL_LORA = Method("fedavg-lora-full", (*settings.LORA, settings.FULL))
+FEDALA = Method("fedala-window", (*settings.LORA, *settings.FEDALA))
+FFA = Method("ffa-lora-window", (*settings.LORA, "federation.algorithm=ffa-lora"))
 
 OURS = Line("FedNL", FEDNL, "federated", "FedNL")
 FLOOR = Line("FedAvg-LoRA, same window (floor)", WINDOW_LORA)
@@ -45,7 +37,7 @@ LINES = (
 LONG_TOKENS, LONG_TEST = 2048, 5
 """Beyond so many tokens there are three lines, and so many questions a client."""
 _GROWS = ("full attention",)
-_SHARED_OUT = "candidates", "nats_per_token"
+_CLOSED = "candidates", "nats_per_token"
 
 
 def lines_at(tokens: int) -> tuple[Line, ...]:
@@ -59,66 +51,36 @@ def changed_at(tokens: int) -> list[str]:
     return [f"data.tokens={tokens}", *longer]
 
 
+def asked_at(tokens: int) -> Asked:
+    """The questions of a prompt length."""
+    return Asked(
+        f"needles-{tokens}", f"{tokens:,} tokens", lines_at(tokens), NEEDLES.metrics, tuple(changed_at(tokens)), tokens
+    )
+
+
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, measures each at every length, and gives the table after each."""
-    lines = [line for line in LINES if any(line in lines_at(tokens) for tokens in sitting.lengths)]
-    found: dict[int, dict[str, list[Outcome]]] = {tokens: {} for tokens in sitting.lengths}
-    # In the table's order, so that floor, FedNL and ceiling are there first.
-    for method, group in groupby(lines, key=lambda line: line.method):
-        own = list(group)
-        for tokens in sitting.lengths:
-            asked = [line for line in own if line in lines_at(tokens)]
-            answered = sitting.answers(method, [line.arm for line in asked], changed_at(tokens)) if asked else {}
-            found[tokens] |= {line.name: answered[line.arm] for line in asked}
-        yield written(sitting, {tokens: in_order(answers) for tokens, answers in found.items()})
+    asked = [asked_at(tokens) for tokens in sitting.lengths]
+    for found in answered(sitting, asked):
+        reach = context_tokens(Run(sitting.out))
+        shown = Shown(
+            (papers.NEEDLES,),
+            _READING,
+            mark=partial(_mark, reach=reach),
+            more=partial(closed_lines, reach=reach),
+            rows=rows_of,
+        )
+        yield written(sitting, asked, found, shown)
 
 
-def in_order(answers: Mapping[str, list[Outcome]]) -> dict[str, list[Outcome]]:
-    """The lines that have answers, in the table's order."""
-    return {line.name: answers[line.name] for line in LINES if line.name in answers}
-
-
-def written(sitting: Sitting, found: Mapping[int, Mapping[str, Sequence[Outcome]]]) -> Page:
-    """The table as far as there are answers.
-
-    Args:
-        sitting: whose folder says what the runs were.
-        found: prompt tokens -> line -> its answers.
-    """
-    out, seed = Run(sitting.out), sitting.config(FEDNL).run.seed
-    measured = {tokens: rows_of(answers, tokens, seed) for tokens, answers in found.items()}
-    reach = context_tokens(out)
-    parts = [page.head(f"needles, scale {sitting.scale}", TABLE.about, sitting.command)]
-    names = {tokens: f"right of four, %, {tokens:,} tokens" for tokens in found}
-    ours = {
-        names[tokens]: {
-            line: shown + _outside(line, tokens, reach) for line, shown in page.macro_cells(rows, "candidates").items()
-        }
-        for tokens, rows in measured.items()
-    }
-    parts.append(page.beside(list(names.values()), ours, papers.NEEDLES, LINES))
-    parts += [_reading(), page.INTERVALS]
-    for tokens, rows in measured.items():
-        where = f", {tokens:,} tokens"
-        parts += [f"## {tokens:,} tokens", *closed_lines(rows, tokens, reach)]
-        for metric in NEEDLES.metrics:
-            parts += page.by_client(rows, metric, where)
-        parts += page.differences(rows, where)
-    parts += ["## The paper", page.as_published(papers.NEEDLES), "## How it was made"]
-    parts += page.runs_table(out, dict.fromkeys(line.method for line in LINES))
-    parts += page.setup(Run(sitting.out / FEDNL.name))
-    return Page("\n\n".join(parts) + "\n", {f"needles-{tokens}": rows for tokens, rows in measured.items()})
-
-
-def rows_of(answers: Mapping[str, Sequence[Outcome]], tokens: int, seed: int) -> list[Row]:
+def rows_of(answers: Answers, one: Asked, seed: int) -> list[Row]:
     """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes."""
-    pairs = [(OURS.name, name) for name in answers if name != OURS.name]
-    rows = result_rows(answers, seed=seed, tokens=tokens, pairs=pairs)
+    rows = comparison_rows(answers, one, seed)
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
         return rows
-    for metric in _SHARED_OUT:
+    for metric in _CLOSED:
         values = [_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
-        row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": tokens}
+        row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
         share = share_closed(values[0], values[1], values[2], seed)
         # Without a value: the floor is not told from the ceiling.
@@ -126,12 +88,12 @@ def rows_of(answers: Mapping[str, Sequence[Outcome]], tokens: int, seed: int) ->
     return rows
 
 
-def closed_lines(rows: Sequence[Row], tokens: int, reach: int | None) -> list[str]:
+def closed_lines(rows: Sequence[Row], one: Asked, reach: int | None) -> list[str]:
     """What share of the way from floor to ceiling FedNL closes, in words."""
     shown = []
     for row in (row for row in rows if row["metric"] == "share_closed"):
         what = METRICS[row["of"]].short
-        if _outside(CEILING.name, tokens, reach):
+        if _outside(CEILING.name, one.tokens, reach):
             shown.append(f"- {what}: no share, as the ceiling is outside the backbone's trained range")
         elif "value" not in row:
             shown.append(f"- {what}: no share, as floor and ceiling are not told apart")
@@ -148,6 +110,10 @@ def context_tokens(out: Run) -> int | None:
     return known.get("context_tokens")
 
 
+def _mark(line: str, one: Asked, reach: int | None) -> str:
+    return _outside(line, one.tokens, reach)
+
+
 def _outside(line: str, tokens: int, reach: int | None) -> str:
     """What is said of full attention beyond the text that the backbone was trained on."""
     grows = any(word in line for word in _GROWS)
@@ -161,57 +127,30 @@ def _by_client(outcomes: Sequence[Outcome], name: str) -> dict[str, list[float]]
     return clients
 
 
-def _reading() -> str:
-    return (
-        "Every trained line took the same number of steps of the same batches. The floor, FedALA and FFA-LoRA read "
-        "through FedNL's window, at its constant cost; full attention keeps every token, and its cache grows with the "
-        "text. The paper states no window; its FedAvg stands beside our full attention."
-    )
-
-
-_TASK = ("data.task=needles", "data.events=4", "data.questions=4", "evaluation.arms=[]")
+_READING = (
+    "Every trained line took the same number of steps of the same batches. The floor, FedALA and FFA-LoRA read "
+    "through FedNL's window, at its constant cost; full attention keeps every token, and its cache grows with the "
+    "text. The paper states no window; its FedAvg stands beside our full attention."
+)
+_TASK = ("data.task=needles", "evaluation.arms=[]")
 _LORA_METHODS = (WINDOW_LORA, FULL_LORA, FEDALA, FFA)
 
-_TINY = Scale(
-    about="seconds",
-    sets=(
-        *_TASK,
-        "data.tokens=430",
-        "data.clients=2",
-        "data.events=2",
-        "data.questions=1",
-        "data.train=4",
-        "data.validation=0",
-        "data.test=2",
-        'memory.layers="last:1"',
-        "memory.rank=2",
-        "memory.window-tokens=130",
-        "training.rounds=1",
-        "training.local-steps=1",
-        "training.batch=2",
-    ),
-    lengths=(430,),
-)
+_TINY = Scale(about="seconds", sets=(*_TASK, *settings.TINY_NEEDLES), lengths=(430,))
 _SMALL = Scale(
     about="SmolLM2-135M from the public rules, trained at 224 tokens, asked at 1,024 and 2,048; 15 questions a client",
     sets=(
         *_TASK,
-        "backbone.id=smollm2-135m",
-        "backbone.dtype=auto",
+        *settings.SMOLLM2,
         "data.tokens=224",
+        "data.questions=4",
         "data.train=750",
         "data.validation=0",
         "data.test=15",
-        'memory.layers="14-23"',
-        "memory.rank=8",
         "memory.window-tokens=64",
-        "memory.start=public",
         "training.rounds=6",
         "training.local-steps=6",
-        "training.batch=2",
         "training.local-lr=1e-2",
         "federation.quorum=5",
-        "federation.parallel-clients=2",
         "evaluation.batch=4",
     ),
     lengths=(1024, 2048),
@@ -222,28 +161,20 @@ _PAPER = Scale(
     "rounds of one epoch; a GPU of 48 GB",
     sets=(
         *_TASK,
-        "backbone.id=meta-llama/Llama-3.2-1B",
-        "backbone.dtype=bfloat16",
+        *settings.LLAMA_1B,
         "data.tokens=1024",
+        "data.questions=4",
         "data.train=750",
-        "data.validation=15",
+        "data.validation=0",
         "data.test=15",
-        'memory.layers="last:8"',
-        "memory.rank=8",
-        "memory.window-tokens=256",
-        "memory.start=fresh",
         "training.rounds=2",
         "training.local-steps=188",
-        "training.batch=4",
         "training.local-lr=3e-3",
         "federation.quorum=5",
         "evaluation.batch=4",
     ),
     lengths=(1024, 2048, 4096),
-    own={
-        method.name: ("lora.rank=16", "lora.alpha=32", "lora.targets=all-linear", "training.local-lr=3e-4")
-        for method in _LORA_METHODS
-    },
+    own={method.name: settings.paper_lora(16, "3e-4") for method in _LORA_METHODS},
 )
 TABLE = Table(
     name="needles",
@@ -251,5 +182,4 @@ TABLE = Table(
     "the window reaches.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
     work=work,
-    published=(papers.NEEDLES,),
 )

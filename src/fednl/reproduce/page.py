@@ -3,69 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell, difference
-from fednl.report.setup import run_facts, setup_lines, shared_parameters
+from fednl.report.setup import run_facts, setup_lines
 from fednl.report.tables import arm_table, behind
 from fednl.report.words import escape, markdown_table, megabytes, number
-from fednl.reproduce.table import Line, Method, Published
+from fednl.reproduce.table import Line, Method, Published, Scale, Table
 from fednl.runs import Run
 
 MEASURED, REPORTED = "measured here", "reported by the paper"
 MISSING = "-"
 
 
-def head(title: str, about: str, command: str) -> str:
+def head(table: Table, scale: str, command: str) -> str:
     """What every page begins with."""
+    size = table.scales[scale].about
     return (
-        f"# {title}\n\n{about}\n\nMade by `{command}`; the same command goes on with what is missing. "
-        f'Columns headed "{MEASURED}" hold numbers of the runs in this folder, columns headed "{REPORTED}" what the '
-        "paper prints of other models and other data: they stand beside each other, and nothing is computed of both."
+        f"# {table.name}, scale {scale}\n\n{table.about}\n\nScale: {size}. Made by `{command}`; the same command "
+        f'goes on with what is missing. Columns headed "{MEASURED}" hold numbers of the runs in this folder, columns '
+        f'headed "{REPORTED}" what the paper prints of other models and other data: they stand beside each other, and '
+        "nothing is computed of both."
     )
 
 
 def beside(
     names: Sequence[str],
     ours: Mapping[str, Mapping[str, str]],
-    published: Published,
+    published: Sequence[Published],
     lines: Sequence[Line],
-    column: str = "average",
 ) -> str:
-    """A table of our columns and the paper's one; the paper's lines that have none of ours come last.
+    """A table of our columns, then one of each paper's table; the papers' lines that have none of ours come last.
 
     Args:
         names: headings of our columns.
         ours: heading -> line -> what its cell shows.
-        published: the paper's table.
-        lines: the table's lines.
-        column: which of the paper's columns is shown.
+        published: the papers' tables, of which the last column is shown.
+        lines: the table's lines; of those of one name the first says where it stands in the papers.
     """
-    place = published.columns.index(column)
+    first = {line.name: line for line in reversed(lines)}
     body = [
-        [escape(line.name), *(ours[name].get(line.name, MISSING) for name in names), _printed(published, line, place)]
-        for line in lines
+        [
+            escape(name),
+            *(ours[heading].get(name, MISSING) for heading in names),
+            *(_printed(one, first[name]) for one in published),
+        ]
+        for name in dict.fromkeys(line.name for line in lines)
     ]
     used = {line.published for line in lines}
-    body += [
-        [escape(name), *(MISSING for _ in names), _number(values[place])]
-        for name, values in published.rows.items()
-        if name not in used
-    ]
-    heads = [f"{name} ({MEASURED})" for name in names]
-    return markdown_table(["method", *map(escape, heads), f"{column} ({REPORTED})"], body)
+    for name in dict.fromkeys(name for one in published for name in one.rows if name not in used):
+        printed = [_number(one.rows[name][-1]) if name in one.rows else MISSING for one in published]
+        body.append([escape(name), *(MISSING for _ in names), *printed])
+    heads = [f"{name} ({MEASURED})" for name in names] + [f"{one.heading} ({REPORTED})" for one in published]
+    return markdown_table(["method", *map(escape, heads)], body)
 
 
-def _printed(published: Published, line: Line, place: int) -> str:
+def _printed(published: Published, line: Line) -> str:
     if line.published not in published.rows:
         return MISSING
-    shown = _number(published.rows[line.published][place])
+    shown = _number(published.rows[line.published][-1])
     return shown if line.name == line.published else f"{line.published}: {shown}"
 
 
 def _number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:g}"
+    return MISSING if value is None else f"{value:,.10g}"
 
 
 def as_published(published: Published) -> str:
@@ -94,6 +97,33 @@ def by_client(rows: Sequence[Row], metric: str, where: str = "") -> list[str]:
     return [title, arm_table(rows, metric), "; ".join(behind(rows, metric)) + "."]
 
 
+def behind_all(run: Path, scale: str, parts: Sequence[tuple[str, str, Sequence[Row]]]) -> str:
+    """Says what stands behind our columns of the first table: how many questions, chance, model, scale.
+
+    Args:
+        run: the folder of the table's first run.
+        scale: of the reproduction.
+        parts: title, the metric that its column shows, and rows of every set of questions.
+    """
+    facts = run_facts(Run(run), []) if (run / "partition.json").exists() else {}
+    model = facts.get("backbone", {}).get("name", "not known yet")
+    counts = [f"{title}: {'; '.join(behind(rows, metric))}" for title, metric, rows in parts if rows]
+    return f"Measured here on {escape(model)}, scale {scale}. " + ". ".join(counts) + "."
+
+
+def chance_line(above: Mapping[str, bool]) -> list[str]:
+    """Says which lines answer no better than guessing, as far as these questions tell."""
+    below = [escape(name) for name, told in above.items() if not told]
+    if not below:
+        return []
+    if len(below) == len(above):
+        return [
+            "No line's answers are told from guessing (no interval lies above chance): where cross-entropies differ, "
+            "they say how the answers are weighed, not who knows more."
+        ]
+    return [f"Not told from guessing (the interval does not lie above chance): {'; '.join(below)}."]
+
+
 def differences(rows: Iterable[Row], where: str = "") -> list[str]:
     """The paired differences in words."""
     lines = [f"- {difference(row)}" for row in rows if row["metric"] == "difference"]
@@ -107,37 +137,28 @@ INTERVALS = (
 )
 
 
-def runs_table(out: Run, methods: Iterable[Method]) -> list[str]:
+def runs_table(out: Run, shared: Mapping[Method, int | None], scale: Scale) -> list[str]:
     """What every run of the table is: its settings, numbers shared, bytes as serialised, the clients' CPU-seconds.
 
     Args:
         out: the folder of the runs.
-        methods: those of the table; one that has no round yet is left out.
+        shared: the table's methods, with how many numbers of each cross the network; None where it has none yet.
+        scale: at which they are run.
     """
-    body = []
-    for method in methods:
-        run = Run(out.path / method.name)
-        rounds = run.read_jsonl("rounds.jsonl")
+    body, own = [], []
+    for method, numbers in shared.items():
+        rounds = Run(out.path / method.name).read_jsonl("rounds.jsonl")
         clients = [client for row in rounds for client in row.get("clients", [])]
         if not clients:
             continue
         up, down = (megabytes([one[key] for one in clients if key in one]) for key in ("up_bytes", "down_bytes"))
         cpu_s = sum(one.get("cpu_s", 0.0) for one in clients)
-        own = ", ".join(method.sets) or "as the scale sets it"
-        shared = number(shared_parameters(run, "federated", shared_groups(run)))
-        body.append([escape(method.name), escape(own), shared, up, down, number(len(rounds)), f"{cpu_s:,.0f}"])
-    heads = ["run", "its own settings", "numbers shared", "up, per client and round", "down", "rounds", "CPU-s"]
-    return [f"### The runs ({MEASURED})", markdown_table(heads, body)] if body else []
-
-
-def shared_groups(run: Run) -> list[str]:
-    """The groups of a run's rules that crossed the network, as its results say; nothing where nothing did."""
-    for path in sorted((run.path / "results").glob("*.json")):
-        rows = run.read_json(f"results/{path.name}").get("rows", [])
-        for row in rows:
-            if row.get("method") == "federated" and row.get("shared"):
-                return list(row["shared"])
-    return []
+        body.append([escape(method.name), number(numbers), up, down, number(len(rounds)), f"{cpu_s:,.0f}"])
+        last = {one.partition("=")[0]: one for one in scale.beside(method)}
+        own += [f"- {escape(method.name)}: `{' '.join(last.values())}`"] if last else []
+    heads = ["run", "numbers shared", "up, per client and round", "down", "rounds", "CPU-s of the clients"]
+    parts = [f"### The runs ({MEASURED})", markdown_table(heads, body)] if body else []
+    return [*parts, *(["What each sets beside the scale's own settings:", "\n".join(own)] if own else [])]
 
 
 def setup(run: Run) -> list[str]:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config
+from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
-from fednl.files import write_atomic
-from fednl.reproduce.keeping import OnEvent, answers, run_at
-from fednl.reproduce.table import Method, Page, Scale, Table
+from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
+from fednl.reproduce.table import Line, Method, Page, Scale, Table
+from fednl.reproduce.tiny import tiny_settings
 from fednl.runs import Run
-
-_TINY_SENTENCES = 500
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,10 @@ class Sitting:
 
     def config(self, method: Method) -> Config:
         """The settings of a method's run: the scale's, the method's own, then those from the command line."""
-        table = tiny_settings(self.out / "backbone") if self.scale == "tiny" else {}
-        return Config.from_dict(table).with_overrides([*self.size.of(method), *self.given])
+        folder = self.out / "tiny-model"
+        table = tiny_settings(folder) if self.scale == "tiny" else {}
+        sets = [one.replace("{folder}", str(folder)) for one in self.size.of(method)]
+        return Config.from_dict(table).with_overrides([*sets, *self.given])
 
     def run(self, method: Method) -> Run:
         """The run of a method with its rounds done and its own arms measured."""
@@ -67,6 +68,11 @@ class Sitting:
         """
         return answers(self.run(method), arms, changed, self._telling(method))
 
+    def numbers_shared(self, lines: Sequence[Line]) -> dict[Method, int | None]:
+        """Counts, for every method of some lines, the numbers of its rules that a client shares in a round."""
+        methods = dict.fromkeys(line.method for line in lines)
+        return {method: numbers_shared(Run(self.out / method.name)) for method in methods}
+
     @property
     def command(self) -> str:
         """The command line that does this, and goes on with it."""
@@ -79,9 +85,14 @@ class Sitting:
         """Does what is missing, writes the table after every step, and gives the whole one.
 
         Raises:
-            FednlError: as `fednl.training.train`, `resume` and `evaluate`; or a run in the folder has other settings.
+            SettingsError: the folder is itself a run's, or a run in it has other settings.
+            FednlError: as `fednl.training.train`, `resume` and `evaluate`.
             Interrupted: Ctrl-C; the same goes on.
         """
+        if (self.out / "config.json").exists():
+            raise SettingsError(
+                f"--out {self.out} is the folder of a run: name another, for a table's runs and report."
+            )
         page = Page("")
         for page in self.table.work(self):
             self.write(page)
@@ -101,22 +112,12 @@ class Sitting:
         return tell
 
     def write(self, page: Page) -> Path:
-        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured."""
+        """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured.
+
+        Other lengths than the scale's have a report of their own, so that neither command undoes the other's.
+        """
         folder = Run(self.out)
+        facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "command": self.command}
         for name, rows in page.measured.items():
-            facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "rows": list(rows)}
-            folder.write_json(f"results/{name}.json", facts)
-        return folder.write_text("report.md", page.text)
-
-
-def tiny_settings(folder: Path) -> dict[str, dict[str, Any]]:
-    """Where the tiny scale has its model and its filler from: made here, small, of no meaning."""
-    filler = folder / "filler.txt"
-    if not filler.exists():
-        from fednl.data.fillers import generated_text
-        from fednl.models.tiny import tiny_backbone
-        from fednl.seeding import python_rng
-
-        tiny_backbone(folder)
-        write_atomic(filler, generated_text(python_rng(0, "tiny/filler"), _TINY_SENTENCES).encode("utf-8"))
-    return {"backbone": {"id": str(folder)}, "data": {"filler": str(filler)}}
+            folder.write_json(f"results/{name}.json", {**facts, "rows": list(rows)})
+        return folder.write_text("-".join(["report", *map(str, self.asked_lengths)]) + ".md", page.text)

@@ -48,8 +48,9 @@ class Published:
         what: what its numbers are, with their unit.
         source: which paper and table.
         model: its backbone; or that it is not stated.
-        columns: the paper's columns.
+        columns: the paper's columns; the last one stands beside our numbers.
         rows: line -> a number for each column; None where the paper has none.
+        heading: what that column is called beside our numbers.
         notes: what has to be known to read them.
     """
 
@@ -58,6 +59,7 @@ class Published:
     model: str
     columns: tuple[str, ...]
     rows: Mapping[str, tuple[float | None, ...]]
+    heading: str = "average"
     notes: tuple[str, ...] = ()
 
 
@@ -79,7 +81,11 @@ class Scale:
 
     def of(self, method: Method) -> tuple[str, ...]:
         """All settings of a method's run at this scale; a later one wins."""
-        return (*self.sets, *method.sets, *self.own.get(method.name, ()))
+        return (*self.sets, *self.beside(method))
+
+    def beside(self, method: Method) -> tuple[str, ...]:
+        """What a method sets over the scale's own settings."""
+        return (*method.sets, *self.own.get(method.name, ()))
 
 
 @dataclass(frozen=True)
@@ -104,11 +110,9 @@ class Table:
         about: one sentence.
         scales: by name, those of `fednl.reproduce.SCALES` that it has.
         work: does what is missing, and gives the table as it stands after every step; the last one is whole.
-        published: the paper's numbers that stand beside ours.
     """
 
     name: str
     about: str
     scales: Mapping[str, Scale]
     work: Callable[[Sitting], Iterator[Page]]
-    published: tuple[Published, ...] = ()

@@ -9,6 +9,7 @@ from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.federation.algorithms.fedavgm import FedAvgM
 from fednl.federation.algorithms.fedprox import FedProx
 from fednl.federation.algorithms.fedssi import FedSsi
+from fednl.federation.algorithms.fedweit import FedWeIt
 from fednl.federation.algorithms.fedyogi import FedYogi
 from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.flexlora import FlexLora
@@ -33,6 +34,7 @@ __all__ = [
     "FedAvgM",
     "FedProx",
     "FedSsi",
+    "FedWeIt",
     "FedYogi",
     "FfaLora",
     "FlexLora",
@@ -62,6 +64,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedala": FedAla,
     "ewc": Ewc,
     "fedssi": FedSsi,
+    "fedweit": FedWeIt,
     "reptile": Reptile,
     "per-fedavg": PerFedAvg,
     "ifed-icl": IfedIcl,

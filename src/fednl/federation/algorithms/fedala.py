@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, Field
 
-from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.section import Section
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class FedAla(FedAvg):
     """
 
     Settings: ClassVar[type[BaseModel]] = FedAlaSettings
+    traits: ClassVar[Traits] = Traits(keeps_own=True)
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
         """Learns W, and gives the mixture to start from.

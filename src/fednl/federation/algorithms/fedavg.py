@@ -61,12 +61,22 @@ class FedAvg:
     def extra(self, params: Params) -> Params:
         """Names what else messages may carry, with a tensor of the shape and dtype of each; here nothing.
 
-        A reply carries all of them.
+        A reply carries all of them but those that `apart` lists.
 
         Args:
             params: the shared rules.
         """
         return {}
+
+    def apart(self, names: Iterable[str]) -> list[str]:
+        """Lists what the server gets of each client by itself, and not as a mean; here nothing.
+
+        A reply carries all of these or none. `server_step` finds them in `combined.apart`, by client.
+
+        Args:
+            names: of what a message carries beside the rules.
+        """
+        return []
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Lists the rules that are neither trained nor private: the server makes them and gives each client them once.
@@ -98,6 +108,14 @@ class FedAvg:
             server_state: the server's own tensors; empty at first.
         """
         return {}
+
+    def once(self, names: Iterable[str]) -> list[str]:
+        """Lists what of `broadcast` a client is sent until it has answered, and again when `apart` has brought new.
+
+        Args:
+            names: of what the server's message carries beside the rules.
+        """
+        return []
 
     def client_rank(self, rank: int) -> int:
         """Gives how many components of a LoRA a client trains at most; here all of them.
@@ -231,6 +249,19 @@ class FedAvg:
         sent = copy({name: tensor for name, tensor in params.items() if name in travels})
         private = copy({f"private/{name}": params[name] for name in params if name in others})
         return Message(sent, num_examples=problem.num_examples), {**state, **private}
+
+    def answers(self, params: Params, state: ClientState) -> Params:
+        """Gives the rules that a client answers with; here the shared ones and what is private to it.
+
+        Where questions of a task have rules of their own, those are there as `TASK/NAME`.
+
+        Args:
+            params: all rules, as the server has them.
+            state: the client's state.
+        """
+        from fednl.federation.params import personal
+
+        return personal(params, state)
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Turns the combined reply into new shared rules and a new server state; here the mean itself.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from pydantic import BaseModel, Field
 
@@ -11,12 +11,16 @@ from fednl.federation.algorithms.fedavg import FedAvg, Traits
 from fednl.section import Section
 
 if TYPE_CHECKING:
+    import torch
+
     from fednl.federation.local import Problem
     from fednl.federation.message import Message
     from fednl.federation.params import ClientState, Params
 
-VECTORS = "context.vectors"
-"""Any backbone's context vectors, as the adapter names them."""
+    Like: TypeAlias = Callable[[torch.Tensor], torch.Tensor | None]
+
+VECTORS, COEFFICIENTS = "context.vectors", "context.coefficients"
+"""Any backbone's context vectors and the coefficients that inject them, as the adapter names them."""
 
 
 class IfedIclSettings(Section):
@@ -40,6 +44,10 @@ class IfedIcl(FedAvg):
     one, `"examples"` makes v the mean over all examples. A round in which no vector came is taken again. Settings:
     `IfedIclSettings`.
 
+    Attributes:
+        like: where set, is asked once, after the first round of coefficients, with their mean: what it gives takes
+            their place (coefficients of like tasks). Vectors stay this task's own, which every client has by then.
+
     Source: IFed-ICL, equations 1 to 7; I2CL (arXiv 2405.14660) for what a client computes. The minimum number of
     examples is ours.
     """
@@ -48,6 +56,7 @@ class IfedIcl(FedAvg):
     traits: ClassVar[Traits] = Traits(sends_extra=True, needs_context=True)
     alone: ClassVar[str] = "i2cl"
     pooled: ClassVar[str] = "ifed-icl"
+    like: Like | None = None
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Lists the context vectors."""
@@ -58,11 +67,11 @@ class IfedIcl(FedAvg):
         return "made" in server_state
 
     def opening(self, params: Params) -> ClientState:
-        """Notes that stage 1 is over where the run starts with vectors (a stored task's)."""
+        """Notes that stage 1 is over, and no like task needed, where the run starts with vectors (a stored task's)."""
         import torch
 
         known = VECTORS in params and bool(params[VECTORS].any())
-        return {"made": torch.ones((), dtype=torch.int64)} if known else {}
+        return dict.fromkeys(("made", "asked"), torch.ones((), dtype=torch.int64)) if known else {}
 
     def trainable(self, names: Iterable[str]) -> list[str]:
         """Lists all but the context vectors."""
@@ -95,10 +104,17 @@ class IfedIcl(FedAvg):
         return Message(copy(received.params), copy(own), num_examples=problem.num_examples), state
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
-        """Takes the mean of vectors as the global ones in stage 1, and the mean of coefficients after it."""
+        """Takes the mean of vectors as the global ones in stage 1, and the mean of coefficients after it.
+
+        After the first round of coefficients those of like tasks take their place, where there are any.
+        """
         import torch
 
         new, state = super().server_step(params, combined, server_state)
+        yes = torch.ones((), dtype=torch.int64)
         if VECTORS in combined.extra:
-            return {**new, VECTORS: combined.extra[VECTORS]}, {**state, "made": torch.ones((), dtype=torch.int64)}
-        return new, state
+            return {**new, VECTORS: combined.extra[VECTORS]}, {**state, "made": yes}
+        if self.like is None or "asked" in state:
+            return new, state
+        start = self.like(new[COEFFICIENTS])
+        return new if start is None else {**new, COEFFICIENTS: start.to(new[COEFFICIENTS])}, {**state, "asked": yes}

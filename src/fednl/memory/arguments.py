@@ -1,0 +1,101 @@
+"""What an update rule is given: checked, and in the dtype it computes in. Knows torch and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORGET = -1.0e4  # a log decay whose exp() is exactly 0, in float64 too, and whose sums stay finite
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    doc_ids: Tensor | None,
+) -> None:
+    """Raises ValueError naming the argument that does not fit k and v."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, tokens, heads, dim], not {tuple(tensor.shape)}")
+    (batch, tokens, heads, key_dim), value_dim = k.shape, v.shape[3]
+    if heads == 0 or q.shape[2] % heads:
+        raise ValueError(f"the {heads} heads of k {tuple(k.shape)} do not divide those of q {tuple(q.shape)}")
+    expected: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
+        ("q", q, (batch, tokens, q.shape[2], key_dim)),
+        ("k", k, (batch, tokens, heads, key_dim)),
+        ("v", v, (batch, tokens, heads, value_dim)),
+        ("beta", beta, (batch, tokens, heads)),
+        ("log_decay", log_decay, (batch, tokens, heads)),
+        ("state", state, (batch, heads, key_dim, value_dim)),
+    )
+    for name, given, shape in expected:
+        check_argument(name, given, shape, k, v)
+    check_argument("doc_ids", doc_ids, (batch, tokens), k, v, "int64")
+    check_ranges(beta, log_decay)
+
+
+def check_ranges(beta: Tensor, log: Tensor | None, name: str = "log_decay") -> None:
+    """Raises ValueError where a strength is negative, or a factor's logarithm, which `name` is, above 0.
+
+    NaN is neither: it comes out as NaN.
+    """
+    if bool((beta < 0).any()):
+        raise ValueError(f"beta must be at least 0, but its least is {float(beta.detach().min()):.3g}")
+    if log is not None and bool((log > 0).any()):
+        raise ValueError(f"{name} must be at most 0, but its largest is {float(log.detach().max()):.3g}")
+
+
+def check_argument(
+    name: str, given: Tensor | None, shape: tuple[int, ...], k: Tensor, v: Tensor, kind: str = "floating-point"
+) -> None:
+    """Raises ValueError naming the argument unless it is absent or has the shape and kind that k and v call for.
+
+    Args:
+        name: for the message.
+        given: the argument.
+        shape: what it has to have.
+        k, v: for the message, and the device.
+        kind: `"floating-point"`, `"int64"` or `"bool"`.
+    """
+    if given is None:
+        return
+    if given.shape != shape:
+        fits = f"k {tuple(k.shape)} and v {tuple(v.shape)} call for {shape}"
+        raise ValueError(f"{name} has shape {tuple(given.shape)}, but {fits}")
+    if given.device != k.device:
+        raise ValueError(f"{name} is on device {given.device}, but k is on {k.device}")
+    is_kind = {"floating-point": given.is_floating_point(), "bool": given.dtype == torch.bool}
+    if not is_kind.get(kind, not given.is_floating_point()):
+        raise ValueError(f"{name} must be {kind}, not {given.dtype}")
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """Float64 if any of the tensors is, else float32."""
+    wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Keeps autocast out of a block, where it is on for the device."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def start_state(k: Tensor, v: Tensor, state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The state to start from in the dtype computed in: the given one, or zeros."""
+    if state is not None:
+        return state.to(dtype)
+    return torch.zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype, device=k.device)
+
+
+def unflatten(x: Tensor, dim: int, outer: int) -> Tensor:
+    """Splits dimension `dim` into `outer` times the rest."""
+    return torch.unflatten(x, dim, (outer, x.shape[dim] // outer))

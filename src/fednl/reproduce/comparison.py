@@ -1,0 +1,152 @@
+"""Lines of a table that answer the same questions: who is asked what, the rows, the page. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from fednl.evaluation.measures import METRICS
+from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import CHANCE, MACRO, Row, result_rows
+from fednl.reproduce import page
+from fednl.reproduce.table import Line, Page, Published
+from fednl.runs import Run
+
+if TYPE_CHECKING:
+    from fednl.reproduce.sitting import Sitting
+
+Answers = dict[str, list[Outcome]]
+"""Line -> its answers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One set of questions.
+
+    Attributes:
+        name: of its results file.
+        title: what a column of it is headed, without the unit.
+        lines: who is asked, in the table's order.
+        metrics: names in `METRICS`; the first stands beside the papers'.
+        changed: settings under which the runs answer, where they are not their own, as for `fednl eval --set`.
+        tokens: prompt length.
+        chance: how often guessing is right.
+    """
+
+    name: str
+    title: str
+    lines: tuple[Line, ...]
+    metrics: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+    tokens: int = 0
+    chance: float = CHANCE
+
+
+def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Answers]]:
+    """Trains and measures what is missing, line by line, and gives all answers so far after each step.
+
+    Lines that follow one another in the order of the table and share a run are measured together.
+
+    Args:
+        sitting: where the runs are.
+        asked: the sets of questions.
+
+    Yields:
+        Name of a set -> line -> answers; a line that is not measured yet is missing.
+    """
+    found: dict[str, Answers] = {one.name: {} for one in asked}
+    lines = list(dict.fromkeys(line for one in asked for line in one.lines))
+    groups = [(method, list(own)) for method, own in groupby(lines, key=lambda line: line.method)]
+    for place, (method, own) in enumerate(groups, 1):
+        sitting.note(f"{place} of {len(groups)}: {', '.join(line.name for line in own)}")
+        for one in asked:
+            theirs = [line for line in own if line in one.lines]
+            if not theirs:
+                continue
+            answers = sitting.answers(method, [line.arm for line in theirs], one.changed)
+            found[one.name] |= {line.name: answers[line.arm] for line in theirs}
+        yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
+
+
+def comparison_rows(answers: Answers, one: Asked, seed: int) -> list[Row]:
+    """Makes rows of every line, and of the first against each other.
+
+    Args:
+        answers: line -> its answers.
+        one: the questions.
+        seed: the runs' seed.
+    """
+    first = one.lines[0].name
+    pairs = [(first, name) for name in answers if name != first] if first in answers else []
+    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=one.metrics, pairs=pairs, chance=one.chance)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page of a comparison says beside the numbers.
+
+    Attributes:
+        published: the papers' tables; none where no paper prints one.
+        reading: what has to be known to read it.
+        mark: what is said of a line's number at some questions, after it.
+        more: further parts of the section of some questions, from its rows.
+        rows: makes the rows of some questions, from the answers to them and the runs' seed.
+    """
+
+    published: tuple[Published, ...]
+    reading: str
+    mark: Callable[[str, Asked], str] = lambda line, one: ""
+    more: Callable[[Sequence[Row], Asked], list[str]] = lambda rows, one: []
+    rows: Callable[[Answers, Asked, int], list[Row]] = comparison_rows
+
+
+def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answers], shown: Shown) -> Page:
+    """A comparison as far as there are answers, as a page.
+
+    Args:
+        sitting: whose folder says what the runs were.
+        asked: the sets of questions.
+        found: as `answered` gives it.
+        shown: what the page says beside the numbers.
+    """
+    table, out = sitting.table, Run(sitting.out)
+    lines = list(dict.fromkeys(line for one in asked for line in one.lines))
+    seed = sitting.config(lines[0].method).run.seed
+    measured = {one.name: shown.rows(found[one.name], one, seed) for one in asked}
+    ours = {
+        f"{METRICS[one.metrics[0]].column}, {one.title}": {
+            line: cell + shown.mark(line, one)
+            for line, cell in page.macro_cells(measured[one.name], one.metrics[0]).items()
+        }
+        for one in asked
+    }
+    parts = [page.head(table, sitting.scale, sitting.command)]
+    parts += [page.beside(list(ours), ours, shown.published, lines)]
+    sets = [(one.title, one.metrics[0], measured[one.name]) for one in asked]
+    parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, sets)]
+    parts += [shown.reading, page.INTERVALS]
+    for one in asked:
+        rows, where = measured[one.name], f", {one.title}"
+        above = above_chance(rows, one.metrics[0])
+        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above)]
+        for metric in one.metrics:
+            parts += page.by_client(rows, metric, where)
+        parts += page.differences(rows, where)
+    if shown.published:
+        parts += ["## What the papers print", *map(page.as_published, shown.published)]
+    parts.append("## How it was made")
+    parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
+    parts += page.setup(Run(sitting.out / lines[0].method.name))
+    return Page("\n\n".join(parts) + "\n", measured)
+
+
+def above_chance(rows: Sequence[Row], metric: str) -> dict[str, bool]:
+    """Says of every line whether its macro average is told from guessing: its interval lies above chance."""
+    macro = [row for row in rows if (row["metric"], row["client"]) == (metric, MACRO) and "chance" in row]
+    return {row["method"]: row["low"] > row["chance"] for row in macro}
+
+
+def _in_order(answers: Answers, lines: Sequence[Line]) -> Answers:
+    return {line.name: answers[line.name] for line in lines if line.name in answers}

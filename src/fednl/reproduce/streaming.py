@@ -1,0 +1,272 @@
+"""The streaming probe: long held-out texts read token by token, the memory open and closed. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fednl.data.text import client_sources, unseen_sources
+from fednl.evaluation.settings import ARMS
+from fednl.report.cells import bracket
+from fednl.report.words import markdown_table, number
+from fednl.reproduce import page, papers
+from fednl.reproduce.keeping import kept
+from fednl.reproduce.sitting import Sitting
+from fednl.reproduce.table import Line, Method, Page, Scale, Table
+from fednl.runs import Run
+
+if TYPE_CHECKING:
+    from fednl.evaluation.rows import Row
+    from fednl.evaluation.streaming import StreamNats
+
+FEDNL = Method("fednl")
+OPEN, CLOSED = "federated", "window-only"
+LINES = (Line("FedNL", FEDNL, OPEN, "FedNL"), Line("the same window, no memory", FEDNL, CLOSED))
+TEXTS = {"tiny": 2, "small": 16, "paper": 16}
+"""How many texts are read at a scale."""
+FINE_TOKENS, BIN_TOKENS, COLD_TOKENS = 64, 1024, 1024
+"""Every text is read once, in fine bins; the coarse ones are made of them, and the first of them are the cold start."""
+_PIECE_TOKENS = 256
+
+
+def work(sitting: Sitting) -> Iterator[Page]:
+    """Trains one run, has it read text after text in both arms, and gives the tables after each text."""
+    run = sitting.run(FEDNL)
+    for tokens in sitting.lengths:
+        texts = TEXTS[sitting.scale]
+        asked = [(arm, text) for text in range(texts) for arm in (OPEN, CLOSED)]
+        reader = _Reader(sitting, run, tokens, texts)
+        path = sitting.out / f"streams-{tokens}.jsonl"
+        for count in range(1, texts + 1):
+            found = kept(path, asked[: 2 * count], reader.read)
+            yield written(sitting, tokens, _by_arm(found))
+
+
+class _Reader:
+    """A trained run that reads; nothing is loaded before the first text that is not read yet."""
+
+    def __init__(self, sitting: Sitting, run: Run, tokens: int, texts: int) -> None:
+        self._sitting, self._run, self._tokens, self._count = sitting, run, tokens, texts
+        self._loaded: tuple[Any, list[tuple[int, ...]]] | None = None
+
+    def read(self, arm: str, text: int) -> Mapping[str, Any]:
+        """How one text is read in one arm."""
+        from contextlib import nullcontext
+
+        from fednl.evaluation.streaming import stream_nats
+        from fednl.memory import MemoryCache, closed
+
+        model, texts = self._ready()
+        done, total = (2 * text + (arm == CLOSED)) * self._tokens, 2 * self._count * self._tokens
+        self._sitting.on_event({"event": "phase", "name": f"reading text {text + 1}", "arm": arm, "total": total})
+
+        def tell(read: int) -> None:
+            self._sitting.on_event({"event": "step", "arm": arm, "done": done + read, "total": total})
+
+        with closed(model) if arm == CLOSED else nullcontext():
+            found = stream_nats(
+                model,
+                texts[text],
+                make_cache=MemoryCache,
+                bin_tokens=FINE_TOKENS,
+                piece_tokens=_PIECE_TOKENS,
+                across_bins=True,
+                on_read=tell,
+            )
+        return vars(found)
+
+    def _ready(self) -> tuple[Any, list[tuple[int, ...]]]:
+        if self._loaded is None:
+            import torch
+
+            from fednl.models.loading import load
+
+            torch.set_num_threads(1)
+            model, tokenizer = load(self._run.path)
+            self._loaded = model, held_out_texts(self._sitting, tokenizer, self._count, self._tokens)
+        return self._loaded
+
+
+def held_out_texts(sitting: Sitting, tokenizer: Any, count: int, tokens: int) -> list[tuple[int, ...]]:
+    """Texts of held-out clients, as many of each; where none is held out, of what every client keeps for testing.
+
+    Raises:
+        DataError: there is not so much text.
+    """
+    from fednl.data.documents import documents
+    from fednl.data.text import TextSettings
+
+    config = sitting.config(FEDNL)
+    own = TextSettings.model_validate(config.task_settings)
+    unseen = unseen_sources(config.data, own)
+    sources = unseen or list(dict.fromkeys(client_sources(config.data, own).values()))
+    each = -(-count // len(sources))
+    found = [documents(source, tokenizer, each, tokens, held_out=source in unseen) for source in sources]
+    return [text for texts in zip(*found, strict=True) for text in texts][:count]
+
+
+def _by_arm(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, list[StreamNats]]:
+    from fednl.evaluation.streaming import StreamNats
+
+    arms: dict[str, list[StreamNats]] = {}
+    for (arm, _), one in found.items():
+        arms.setdefault(arm, []).append(StreamNats(**{key: tuple(value) for key, value in one.items()}))
+    return arms
+
+
+def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNats]]) -> Page:
+    """The tables of the texts read so far.
+
+    Args:
+        sitting: whose folder says what the run was.
+        tokens: tokens a text.
+        arms: arm -> how it read each text, in fine bins.
+    """
+    from fednl.evaluation.streaming import coarser, streaming_rows
+
+    seed = sitting.config(FEDNL).run.seed
+    whole = {arm: [coarser(one, BIN_TOKENS // FINE_TOKENS) for one in read] for arm, read in arms.items()}
+    rows = streaming_rows(whole, seed=seed, bin_tokens=BIN_TOKENS)
+    cold = [row for row in streaming_rows(arms, seed=seed, bin_tokens=FINE_TOKENS) if row["from_token"] < COLD_TOKENS]
+    last = max(row["bin"] for row in rows)
+    heading = f"change from the first {BIN_TOKENS:,} tokens to the last, %"
+    ends = [row for row in rows if (row["metric"], row["bin"]) == ("change_percent", last)]
+    changes = {_line(row): _shown(row, "+.1f") for row in ends}
+    read = len(arms[OPEN])
+    parts = [
+        page.head(TABLE, sitting.scale, sitting.command),
+        page.beside([heading], {heading: changes}, (papers.STREAMING,), LINES),
+        f"n = {read} of {TEXTS[sitting.scale]} held-out texts of {tokens:,} tokens; every token but the "
+        f"first is scored once. {_INTERVALS}",
+        f"## Bins of {BIN_TOKENS:,} tokens ({page.MEASURED})",
+        bins_table(rows),
+        summary(rows),
+        f"## Cold start: bins of {FINE_TOKENS} tokens ({page.MEASURED})",
+        bins_table(cold),
+        summary(cold),
+        "## The paper",
+        page.as_published(papers.STREAMING),
+        "## How it was made",
+        *page.runs_table(Run(sitting.out), sitting.numbers_shared(LINES), sitting.size),
+        *page.setup(Run(sitting.out / FEDNL.name)),
+    ]
+    return Page("\n\n".join(parts) + "\n", {f"streaming-{tokens}": rows, f"cold-start-{tokens}": cold})
+
+
+_INTERVALS = (
+    "In brackets: 95% intervals over the texts (bootstrap), of differences paired by text. They do not cover another "
+    "training seed."
+)
+
+
+def bins_table(rows: Sequence[Row]) -> str:
+    """A line a bin: raw nats per token of both arms, their paired difference, and the cache in the memory's arm."""
+    cells = {(row["method"], row["metric"], row["bin"]): row for row in rows}
+    body = []
+    for place in sorted({row["bin"] for row in rows}):
+        gap = cells[OPEN, "difference", place]
+        nats = [cells[arm, "nats_per_token", place] for arm in (CLOSED, OPEN)]
+        body.append(
+            [
+                number(gap["from_token"]),
+                *(_shown(row, ".3f") for row in nats),
+                _shown(gap, "+.3f"),
+                gap.get("verdict", "no verdict"),
+                number(nats[1]["cache_bytes"]),
+            ]
+        )
+    heads = ["from token", *(f"{ARMS[arm]}, nats/token" for arm in (CLOSED, OPEN)), "difference", "memory is"]
+    return markdown_table([*heads, "cache, bytes"], body)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """In how many bins the memory is better or worse than none, and whether its cache grew."""
+    verdicts = [row.get("verdict") for row in rows if row["metric"] == "difference"]
+    sizes = [row["cache_bytes"] for row in rows if (row["method"], row["metric"]) == (OPEN, "nats_per_token")]
+    return (
+        f"With memory the text is read better in {verdicts.count('better')} and worse in {verdicts.count('worse')} of "
+        f"{len(verdicts)} bins, by intervals without 0. Its cache holds {number(sizes[0])} bytes after the first bin "
+        f"and {number(sizes[-1])} after the last."
+    )
+
+
+def _line(row: Row) -> str:
+    return next(line.name for line in LINES if line.arm == row["method"])
+
+
+def _shown(row: Row, form: str) -> str:
+    return f"{format(row['value'], form)}{bracket(row, 1, form)}"
+
+
+_TASK = ("data.task=text", 'evaluation.arms=["window-only", "federated"]')
+NEWS = ("business", "entertainment", "sports", "politics", "tech")
+"""The classes of the packaged news; in every scale the last two are held out."""
+NEWS_SETS = (
+    *_TASK,
+    "text.sources=[" + ", ".join(f'"bbc-news/{name}"' for name in NEWS) + "]",
+    "data.clients=5",
+    'data.hold-out-clients=["politics", "tech"]',
+    "data.validation=0",
+)
+TINY_SETS = (
+    *_TASK,
+    'text.sources=["generated"]',
+    "data.clients=1",
+    "data.tokens=40",
+    "data.train=4",
+    "data.validation=0",
+    "data.test=2",
+    'memory.layers="last:1"',
+    "memory.rank=2",
+    "memory.window-tokens=16",
+    "training.rounds=1",
+    "training.local-steps=1",
+    "training.batch=2",
+)
+SMALL_SETS = (
+    *NEWS_SETS,
+    "backbone.id=smollm2-135m",
+    "backbone.dtype=auto",
+    "data.tokens=512",
+    "data.train=400",
+    "data.test=2",
+    'memory.layers="8,9,14-23"',
+    "memory.rule=gated-delta",
+    "memory.rank=8",
+    "memory.window-tokens=64",
+    "memory.start=fresh",
+    "training.local-steps=6",
+    "training.rounds=4",
+    "training.batch=1",
+    "training.local-lr=1e-2",
+    "evaluation.batch=1",
+)
+PAPER_SETS = (
+    *NEWS_SETS,
+    "backbone.id=meta-llama/Llama-3.2-1B",
+    "backbone.dtype=bfloat16",
+    "data.tokens=4096",
+    "data.train=750",
+    "data.test=15",
+    'memory.layers="last:8"',
+    "memory.rule=gated-delta",
+    "memory.rank=8",
+    "memory.window-tokens=256",
+    "memory.start=fresh",
+    "training.rounds=2",
+    "training.local-steps=188",
+    "training.batch=4",
+    "training.local-lr=3e-3",
+    "evaluation.batch=1",
+)
+TABLE = Table(
+    name="streaming",
+    about="Clients teach the rules on their own news; texts of domains that none of them holds are then read from "
+    "end to end at constant cost, with the memory open and closed.",
+    scales={
+        "tiny": Scale("seconds", TINY_SETS, (1_100,)),
+        "small": Scale("SmolLM2-135M, 72 steps of 512 tokens; 16 texts of 16,384 tokens twice", SMALL_SETS, (16_384,)),
+        "paper": Scale("Llama-3.2-1B (or any: --set backbone.id=...); a GPU of 48 GB", PAPER_SETS, (16_384,)),
+    },
+    work=work,
+)

@@ -1,0 +1,105 @@
+"""The streaming table at the tiny scale: resumed text by text, coarse bins out of fine ones, each number labelled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednl.errors import Interrupted
+from fednl.models.tiny import byte_tokenizer
+from fednl.reproduce import streaming, table_named
+from fednl.reproduce.sitting import Sitting
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in two sittings: the first one is stopped while the second text is read."""
+    out = tmp_path_factory.mktemp("streaming")
+
+    def stop(event: Mapping[str, Any]) -> None:
+        if event.get("name") == "reading text 2" and event["arm"] == "window-only":
+            raise KeyboardInterrupt
+
+    with pytest.raises((Interrupted, KeyboardInterrupt)):
+        reproduce(out, stop)
+    assert "n = 1 of 2 held-out texts" in (out / "report.md").read_text()
+    return out
+
+
+def reproduce(out: Path, on_event: Any = lambda event: None) -> str:
+    return Sitting(table_named("streaming"), "tiny", out, on_event=on_event).whole().text
+
+
+def test_a_stopped_reading_goes_on_with_the_text_that_is_missing(folder: Path) -> None:
+    lines = (folder / "streams-1100.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    began: list[tuple[str, str]] = []
+    text = reproduce(folder, lambda event: began.append((event.get("name", ""), event.get("arm", ""))))
+    assert [one for one in began if one[0].startswith("reading")] == [("reading text 2", "window-only")]
+    assert (folder / "streams-1100.jsonl").read_text().splitlines()[:3] == lines
+    assert "n = 2 of 2 held-out texts" in text and reproduce(folder) == text == (folder / "report.md").read_text()
+
+
+def test_coarse_bins_are_made_of_fine_ones_and_the_cache_does_not_grow(folder: Path) -> None:
+    reproduce(folder)
+    coarse, cold = (
+        json.loads((folder / "results" / f"{name}-1100.json").read_text())["rows"]
+        for name in ("streaming", "cold-start")
+    )
+    level = {
+        (row["method"], row["from_token"]): row for row in coarse if row["metric"] == "nats_per_token" and row["n"] == 2
+    }
+    assert sorted(level) == [("federated", 0), ("federated", 1024), ("window-only", 0), ("window-only", 1024)]
+    assert len({row["cache_bytes"] for row in level.values()}) == 1
+    fine = [row["value"] for row in cold if (row["method"], row["metric"]) == ("federated", "nats_per_token")]
+    assert len(fine) == 16  # the first bin has a token fewer: nothing is before it
+    mean = (63 * fine[0] + 64 * sum(fine[1:])) / 1023
+    assert level["federated", 0]["value"] == pytest.approx(mean, abs=1e-9)
+    gaps = {row["from_token"]: row["value"] for row in coarse if row["metric"] == "difference"}
+    expected = level["federated", 1024]["value"] - level["window-only", 1024]["value"]
+    assert gaps[1024] == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_papers_change_stands_beside_ours_of_both_arms(folder: Path) -> None:
+    text = reproduce(folder)
+    first = next(part for part in text.split("\n\n") if part.startswith("| method"))
+    lines = {line.split("|")[1].strip(): line.split("|")[2:4] for line in first.splitlines()[2:]}
+    assert list(lines) == [*(line.name for line in streaming.LINES), "FedAvg"]
+    assert lines["FedNL"][1].strip() == "-2.1" and "[" in lines["FedNL"][0]
+    assert "[" in lines["the same window, no memory"][0] and lines["the same window, no memory"][1].strip() == "-"
+
+
+def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, bool]] = []
+
+    def documents(source: str, tokenizer: Any, count: int, tokens: int, *, held_out: bool) -> list[tuple[str, int]]:
+        asked.append((source, count, held_out))
+        return [(source, number) for number in range(count)]
+
+    monkeypatch.setattr("fednl.data.documents.documents", documents)
+    small = Sitting(table_named("streaming"), "small", tmp_path)
+    found = streaming.held_out_texts(small, byte_tokenizer(), 5, 16_384)
+    assert asked == [("bbc-news/politics", 3, True), ("bbc-news/tech", 3, True)]
+    assert found[:3] == [("bbc-news/politics", 0), ("bbc-news/tech", 0), ("bbc-news/politics", 1)] and len(found) == 5
+    asked.clear()
+    given = ('data.hold-out-clients=["sports", "tech"]',)
+    streaming.held_out_texts(Sitting(table_named("streaming"), "small", tmp_path, given=given), byte_tokenizer(), 2, 9)
+    assert [source for source, _, _ in asked] == ["bbc-news/sports", "bbc-news/tech"]
+    asked.clear()
+    tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
+    streaming.held_out_texts(tiny, byte_tokenizer(), 2, 9)
+    assert asked == [("generated", 2, False)]
+
+
+def test_the_summary_counts_bins_and_tells_whether_the_cache_grew() -> None:
+    def level(place: int, size: int) -> dict[str, Any]:
+        return {"method": "federated", "metric": "nats_per_token", "bin": place, "cache_bytes": size}
+
+    gaps = [{"method": "federated", "metric": "difference", "verdict": word} for word in ("better", "better", "worse")]
+    text = streaming.summary([level(0, 1000), level(1, 2500), *gaps, {"method": "federated", "metric": "difference"}])
+    assert "better in 2 and worse in 1 of 4 bins" in text
+    assert "1,000 bytes after the first bin and 2,500 after the last" in text
