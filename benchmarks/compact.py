@@ -85,12 +85,12 @@ SETS = {
     ),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
-    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
-    "picks": Rules([*BIASES, *PICKS], [*BIASES, *PICKS]),
-    "compact": Rules(
+    "two layers": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
     ),
+    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
+    "picks": Rules([*PICKS, *BIASES], [*PICKS, *BIASES]),
     "biases": Rules(BIASES, BIASES),
 }
 

@@ -27,7 +27,7 @@ def bench() -> Any:
 def test_a_compact_message_is_a_300th_of_loras_in_the_same_form_headers_in(bench: Any) -> None:
     memory, lora = bench.shapes("memory"), bench.shapes("lora")
     assert sum(tensor.numel() for tensor in lora.values()) == 11_272_192
-    names = select(memory, bench.SETS["compact"].large)
+    names = select(memory, bench.SETS["picks"].large)
     small = {
         coding: bench.payload(memory, names, coding).size_bytes for coding in ("float32", "bfloat16", "int8-deltas")
     }
@@ -39,7 +39,7 @@ def test_a_compact_message_is_a_300th_of_loras_in_the_same_form_headers_in(bench
 
 def test_the_settings_file_shares_that_very_set(bench: Any) -> None:
     config = load_config(ROOT / "configs/compact.toml")
-    assert list(config.federation.shared) == bench.SETS["compact"].small
+    assert list(config.federation.shared) == bench.SETS["picks"].small
 
 
 def test_each_set_is_a_row_of_one_table_with_its_ratio_beside_its_accuracy_only(
