@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,17 +149,19 @@ def config_of(name: str, way: str, given: list[str]) -> Config:
     return load_config("configs/compact.toml", [*sets, *rules.settings, f"federation.algorithm={WAYS[way]}", *given])
 
 
-def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[str]) -> dict[str, list[str]]:
-    """By row the cells of accuracy in both ways, and how many questions; trains what is missing."""
+def measured(args: argparse.Namespace) -> dict[str, list[str]]:
+    """By row the cells of accuracy in both ways, and how many questions; trains what is missing, if that is asked."""
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in args.only.split(","):
         rules = SETS[name]
         arms = rules.arms or {name: "federated"}
         cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
         number = "-"
-        for way in [way for way in WAYS if way in ways and not (rules.all and way == UNTRAINED)]:
-            config = config_of(name, way, given)
-            folder = out / way.replace(" ", "-") / name.replace(" ", "-")
+        for way in [way for way in WAYS if way in args.ways.split(",") and not (rules.all and way == UNTRAINED)]:
+            config = config_of(name, way, args.set)
+            folder = args.out / way.replace(" ", "-") / name.replace(" ", "-")
+            if args.as_is and not (folder / "results" / "needles.json").exists():
+                continue
             run = run_at(folder, config, told(folder))
             for row, arm in arms.items():
                 if arm in config.evaluation.arms:
@@ -168,6 +170,7 @@ def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[s
         found |= {
             row: [*(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])), number]
             for row, by_way in cells.items()
+            if by_way
         }
     return found
 
@@ -177,12 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/compact"), help="where the runs are kept")
     parser.add_argument("--bytes-only", action="store_true", help="weigh the messages, train nothing, give no ratio")
+    parser.add_argument("--as-is", action="store_true", help="train nothing; the table of what is measured so far")
     parser.add_argument("--only", default=",".join(SETS), help="sets to train")
     parser.add_argument("--ways", default=",".join(WAYS), help="what becomes of the rules that are not shared")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    accuracy = measured(args.out, [] if args.bytes_only else args.only.split(","), args.ways.split(","), args.set)
+    accuracy = {} if args.bytes_only else measured(args)
     sizes, numbers = weigh()
     body = []
     for name, by_coding in sizes.items():
