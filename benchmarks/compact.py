@@ -90,7 +90,7 @@ SETS = {
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
     ),
     "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
-    "picks": Rules([*PICKS, *BIASES], [*PICKS, *BIASES]),
+    "picks": Rules([*BIASES, *PICKS], [*BIASES, *PICKS]),
     "biases": Rules(BIASES, BIASES),
 }
 
