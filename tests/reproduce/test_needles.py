@@ -48,7 +48,7 @@ def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
 
     text = reproduce(folder, tell)
     trained = [name.partition(":")[0] for name in began if "training" in name]
-    assert notes[0] == "1 of 6: FedNL" and notes[-1].startswith("6 of 6: window only")
+    assert notes[0] == "1 of 6, fednl: FedNL" and notes[-1].startswith("6 of 6, fednl: window only")
     assert trained == ["fedavg-lora-full", "fedala-window", "ffa-lora-window"]
     for name in ("train", "resume", "evaluate"):
         monkeypatch.setattr(keeping, name, None)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fednl import cli
+from fednl.errors import Interrupted
 from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.measures import TEXT
 from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
@@ -102,6 +104,12 @@ def test_bytes_are_those_of_the_messages(folders: dict[str, Path]) -> None:
     assert half is not None and full is not None and 0 < half < full
 
 
+def test_chance_is_that_of_the_classes(folders: dict[str, Path]) -> None:
+    rows = json.loads((folders["ifed-icl"] / "results/ifed-icl-tiny-texts.json").read_text())["rows"]
+    assert {row["chance"] for row in rows if row["metric"] == "accuracy" and row["client"] == "macro"} == {0.5}
+    assert "chance 50%" in (folders["ifed-icl"] / "report.md").read_text()
+
+
 def test_fed_ssi_with_one_task_reads_fed_avgs_run_and_says_so() -> None:
     line = next(line for line in mmlu.LINES if line.published == "FedSSI")
     assert line.method is mmlu.FEDAVG and "with one task FedAvg" in line.name
@@ -121,3 +129,35 @@ def test_the_papers_needle_cells_are_whole_questions() -> None:
     for name, values in papers.NEEDLES.rows.items():
         n = 15 if name in ("FedALA", "FFA-LoRA") else 25
         assert all(abs(value * n / 100 - round(value * n / 100)) < 0.02 for value in values[:-1] if value), name
+
+
+def called(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["reproduce", *words])
+    return (int(left.value.code or 0), *capfd.readouterr())
+
+
+def test_the_command_prints_the_table_and_writes_it(
+    folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = called(capfd, "mmlu", "--scale", "tiny", "--out", str(folders["mmlu"]))
+    assert code == 0 and out == (folders["mmlu"] / "report.md").read_text()
+    assert f"`fednl reproduce mmlu --scale tiny --out {folders['mmlu']}`" in out
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Interrupted("Stopped; go on with `fednl train --resume x`.")])
+def test_after_ctrl_c_the_same_command_is_named(
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(self: Sitting) -> None:
+        raise stop
+
+    monkeypatch.setattr(Sitting, "whole", stopped)
+    code, out, err = called(capfd, "mmlu", "--scale", "tiny", "--out", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert f"what was done is kept in {tmp_path}: the same command goes on." in err and "--resume" not in err
+
+
+def test_a_table_without_lengths_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = called(capfd, "mmlu", "--scale", "tiny", "--lengths", "512", "--out", str(tmp_path))
+    assert code == 2 and "the table mmlu has no prompt lengths" in err

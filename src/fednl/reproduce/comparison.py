@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from fednl.evaluation.measures import METRICS
@@ -47,7 +47,8 @@ class Asked:
 def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Answers]]:
     """Trains and measures what is missing, line by line, and gives all answers so far after each step.
 
-    Lines that follow one another in the order of the table and share a run are measured together.
+    Lines that follow one another and share a run are measured together. The first lines of all sets of questions come
+    before the second ones, so that a table that is stopped has whole lines.
 
     Args:
         sitting: where the runs are.
@@ -57,15 +58,15 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
         Name of a set -> line -> answers; a line that is not measured yet is missing.
     """
     found: dict[str, Answers] = {one.name: {} for one in asked}
-    lines = list(dict.fromkeys(line for one in asked for line in one.lines))
-    groups = [(method, list(own)) for method, own in groupby(lines, key=lambda line: line.method)]
-    for place, (method, own) in enumerate(groups, 1):
-        sitting.note(f"{place} of {len(groups)}: {', '.join(line.name for line in own)}")
+    by_run = [[tuple(own) for _, own in groupby(one.lines, key=lambda line: line.method)] for one in asked]
+    groups = list(dict.fromkeys(own for rank in zip_longest(*by_run, fillvalue=()) for own in rank if own))
+    for place, own in enumerate(groups, 1):
+        sitting.note(f"{place} of {len(groups)}, {own[0].method.name}: {', '.join(line.name for line in own)}")
         for one in asked:
             theirs = [line for line in own if line in one.lines]
             if not theirs:
                 continue
-            answers = sitting.answers(method, [line.arm for line in theirs], one.changed)
+            answers = sitting.answers(own[0].method, [line.arm for line in theirs], one.changed)
             found[one.name] |= {line.name: answers[line.arm] for line in theirs}
         yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
 

@@ -9,9 +9,8 @@ from pathlib import PurePath
 
 from fednl.data.needle_clients import CLIENTS
 from fednl.evaluation.measures import NEEDLES, TEXT
-from fednl.evaluation.outcomes import Outcome
 from fednl.reproduce import settings
-from fednl.reproduce.comparison import Asked, Shown, answered, written
+from fednl.reproduce.comparison import Answers, Asked, Shown, answered, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 
@@ -120,12 +119,14 @@ def work(sitting: Sitting) -> Iterator[Page]:
         Asked(one.name, one.title, tuple(line for part in parts[one.name] for line in part.lines), one.metrics)
         for one in federations
     ]
-    for found in answered(sitting, [part for some in parts.values() for part in some]):
-        joint = {name: joined({part.name: found[part.name] for part in some}) for name, some in parts.items()}
-        yield written(sitting, whole, joint, Shown((), _READING))
+    joint: dict[str, Answers] = {one.name: {} for one in federations}
+    for name, some in parts.items():
+        for found in answered(sitting, some):
+            joint[name] = joined(found)
+            yield written(sitting, whole, joint, Shown((), _READING))
 
 
-def joined(found: Mapping[str, Mapping[str, list[Outcome]]]) -> dict[str, list[Outcome]]:
+def joined(found: Mapping[str, Answers]) -> Answers:
     """The answers of all clients that were left out, line by line; a line counts once all of them have it.
 
     Args:

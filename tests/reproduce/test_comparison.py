@@ -1,0 +1,61 @@
+"""In which order lines of several sets of questions are measured; no run is made here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fednl.reproduce.comparison import Asked, above_chance, answered
+from fednl.reproduce.table import Line, Method
+
+
+class Recorder:
+    """Stands for a sitting: says which runs were asked for which arms, and under which settings."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
+
+    def note(self, text: str) -> None:
+        pass
+
+    def answers(self, method: Method, arms: list[str], changed: tuple[str, ...]) -> dict[str, list[Any]]:
+        self.asked.append((method.name, tuple(arms), changed))
+        return {arm: [f"{method.name}/{arm}{changed}"] for arm in arms}
+
+
+def test_first_lines_of_all_come_before_second_ones_and_a_run_is_loaded_once_for_its_lines() -> None:
+    def lines(who: str) -> tuple[Line, ...]:
+        ours, other = Method(f"ours-{who}"), Method(f"other-{who}")
+        return Line("a", ours), Line("b", ours, "window-only"), Line("c", other)
+
+    sitting, asked = Recorder(), [Asked(who, who, lines(who), ()) for who in ("x", "y")]
+    pages = list(answered(sitting, asked))  # type: ignore[arg-type]
+    assert [(name, arms) for name, arms, _ in sitting.asked] == [
+        ("ours-x", ("federated", "window-only")),
+        ("ours-y", ("federated", "window-only")),
+        ("other-x", ("federated",)),
+        ("other-y", ("federated",)),
+    ]
+    assert [sorted(page["y"]) for page in pages] == [[], ["a", "b"], ["a", "b"], ["a", "b", "c"]]
+
+
+def test_lengths_that_share_a_run_are_measured_one_after_the_other_on_their_own_lines() -> None:
+    run, other = Method("run"), Method("other")
+    short = (Line("a", run), Line("b", other), Line("c", run, "window-only"))
+    asked = [Asked("1", "1", short, (), ("data.tokens=1",)), Asked("2", "2", short[:2], (), ("data.tokens=2",))]
+    sitting = Recorder()
+    page = list(answered(sitting, asked))[-1]  # type: ignore[arg-type]
+    assert [(name, changed[0][-1]) for name, _, changed in sitting.asked] == [
+        ("run", "1"),
+        ("run", "2"),
+        ("other", "1"),
+        ("other", "2"),
+        ("run", "1"),
+    ]
+    assert list(page["1"]) == ["a", "b", "c"] and list(page["2"]) == ["a", "b"]
+
+
+def test_a_line_is_told_from_guessing_where_its_interval_lies_above_chance() -> None:
+    common = {"metric": "candidates", "client": "macro", "chance": 0.25}
+    rows = [{**common, "method": "a", "low": 0.26}, {**common, "method": "b", "low": 0.25}]
+    rows.append({"metric": "nats_per_token", "client": "macro", "method": "a", "low": 9.0})
+    assert above_chance(rows, "candidates") == {"a": True, "b": False}
