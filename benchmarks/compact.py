@@ -150,13 +150,13 @@ def config_of(name: str, way: str, given: list[str]) -> Config:
 
 
 def measured(args: argparse.Namespace) -> dict[str, list[str]]:
-    """By row the cells of accuracy in both ways, and how many questions; trains what is missing, if that is asked."""
+    """By row the cells of accuracy in both ways, how many questions, and epsilon; trains what is missing, if asked."""
     found: dict[str, list[str]] = {}
     for name in args.only.split(","):
         rules = SETS[name]
         arms = rules.arms or {name: "federated"}
         cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
-        number = "-"
+        number, epsilon = "-", "-"
         for way in [way for way in WAYS if way in args.ways.split(",") and not (rules.all and way == UNTRAINED)]:
             config = config_of(name, way, args.set)
             folder = args.out / way.replace(" ", "-") / name.replace(" ", "-")
@@ -167,8 +167,14 @@ def measured(args: argparse.Namespace) -> dict[str, list[str]]:
                 if arm in config.evaluation.arms:
                     cells[row][way] = answers(run, arm)
                     number = str(macro(run, arm, "candidates")["n"])
+            spent = run.read_jsonl("rounds.jsonl")[-1]["metrics"].get("epsilon")
+            epsilon = epsilon if spent is None else f"{spent:.1f}"
         found |= {
-            row: [*(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])), number]
+            row: [
+                *(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])),
+                number,
+                epsilon if arms[row] == "federated" else "-",
+            ]
             for row, by_way in cells.items()
             if by_way
         }
@@ -192,12 +198,12 @@ def main() -> None:
     for name, by_coding in sizes.items():
         cells = [f"{total:,} ({container:,})" for total, container in by_coding.values()]
         ratio = sizes[LORA]["bfloat16"][0] / by_coding["bfloat16"][0]
-        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 5)])
+        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 6)])
         body[-1].append(f"{ratio:.0f}" if name in accuracy else "-")
     body += [[row, "0", *["-"] * len(CODINGS), *cells, "-"] for row, cells in accuracy.items() if row not in sizes]
     heads = ["shared", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
     heads += [f"{what}, {way}" for way in WAYS for what in ("right of four, %", "nats/token")]
-    print(table([*heads, "n", "LoRA's bytes over its own, bfloat16"], body))
+    print(table([*heads, "n", "epsilon", "LoRA's bytes over its own, bfloat16"], body))
     print(
         "\nOne client's message up, at Llama-3.2-1B's shapes; accuracy on SmolLM2-135M, macro over clients, chance 25%."
     )
