@@ -62,8 +62,13 @@ def in_own_process(script: str, *arguments: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def print_row(*cells: str) -> None:
+    """A row of a Markdown table, at once."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A Markdown table."""
     for row in (head, ["---"] * len(head), *rows):
-        print("| " + " | ".join(row) + " |")
+        print_row(*row)
     print()

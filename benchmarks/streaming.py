@@ -6,19 +6,18 @@ SmolLM2-135M in float32, one thread, memory in the upper half and a window of 64
 KV cache. Decoding: median processor time of one token after 1,024 tokens of context and after `--context`, a token of
 each conversation in turn, so that whatever else the machine does hits all alike. Memory has read its context; KV caches
 are filled with random numbers, which take as long as read ones, because reading that far takes full attention minutes.
-Streaming: what a process with the model loaded holds at most while it reads `--stream` tokens in pieces, against
-1,024, and the cache's bytes. Prints Markdown. All of it takes about ten minutes of one processor core.
+Streaming: what the process holds at most while it reads `--stream` tokens in pieces, without what loading the model
+took, and the cache's bytes. Prints Markdown. All of it takes about ten minutes of one processor core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from typing import Any
 
 import torch
-from measure import cpu_ms_in_turn, in_own_process, peak_mib, print_table, reset_peak
+from measure import cpu_ms_in_turn, peak_mib, print_row, print_table, reset_peak
 from torch import Tensor
 
 from fednl.memory import MemoryCache, MemoryConfig, attach_memory
@@ -71,14 +70,21 @@ def decoding(context: int, tokens: int) -> None:
 
 
 def streaming(stream: int) -> None:
-    """Peak memory and cache bytes against length, each in a process of its own."""
-    rows, peaks = [], []
-    for tokens in (SHORT, stream):
-        peak, size = json.loads(in_own_process(__file__, "--peak", str(tokens)))
-        peaks.append(peak)
-        rows.append([str(tokens), f"{peak:.0f} MiB", f"{size} bytes"])
-    print_table(["tokens read", "peak while reading", "cache"], rows)
-    print(f"The longer stream takes {100 * (peaks[1] / peaks[0] - 1):+.2f}% at its peak.\n")
+    """Peak memory and cache bytes as a stream goes on: a row whenever its length has doubled, at once."""
+    model = backbone(memory=True)
+    cache = MemoryCache(model)
+    ids = torch.randint(100, 40_000, (1, stream), generator=torch.Generator().manual_seed(0))
+    before, peaks, read_tokens = reset_peak(), [], 0
+    print_row("tokens read", "peak so far", "above 1,024 tokens", "cache")
+    print_row(*["---"] * 4)
+    for piece in ids.split(PIECE, 1):
+        model(piece, cache=cache, logits_to_keep=1)
+        read_tokens += piece.shape[1]
+        if read_tokens == stream or (read_tokens >= SHORT and read_tokens & (read_tokens - 1) == 0):
+            peaks.append(peak_mib())
+            more = f"{100 * (peaks[-1] / peaks[0] - 1):+.2f}%"
+            print_row(str(read_tokens), f"{peaks[-1]:.1f} MiB", more, f"{cache.size_bytes()} bytes")
+    print(f"\nThe process with its model loaded held {before:.0f} MiB before.\n")
 
 
 def main() -> None:
@@ -87,16 +93,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16_384, help="0 leaves decoding out")
     parser.add_argument("--stream", type=int, default=131_072, help="0 leaves streaming out")
     parser.add_argument("--tokens", type=int, default=20, help="how many tokens a median is over")
-    parser.add_argument("--peak", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
-        if options.peak:
-            model = backbone(memory=True)
-            reset_peak()  # loading a model takes more than reading with it
-            cache = read(model, MemoryCache(model), options.peak)
-            print(json.dumps([peak_mib(), cache.size_bytes()]))
-            return
         if options.context:
             decoding(options.context, options.tokens)
         if options.stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory import MemoryCache, closed, rules
-from fednl.memory.layer_hooks import _CALLS
+from fednl.memory.layer_hooks import _CALLS, CONTEXT
 from memory.models import tokens, with_memory
 
 pytestmark = pytest.mark.usefixtures("both_keys")
@@ -54,6 +55,23 @@ def test_wherever_a_call_fails_it_leaves_nothing_behind(
     x = torch.randn(1, 3, 32)
     o_proj = block.self_attn.o_proj
     assert torch.equal(o_proj(x), torch.nn.functional.linear(x, o_proj.weight, o_proj.bias))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("alone", [False, True], ids=["causal model", "decoder alone"])
+def test_what_a_pass_held_is_gone_with_it_and_needs_no_garbage_collector(alone: bool, learns: bool) -> None:
+    """A ring of references would let a long stream hold many passes until Python looks for rings."""
+    model, ids = with_memory(), tokens(1, 20)
+    held: list[weakref.ref[Any]] = []
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(lambda m, a, kw: held.append(weakref.ref(kw[CONTEXT])), with_kwargs=True)
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(learns):
+            (model.model if alone else model)(ids, use_cache=not learns)
+        assert len(held) == 1 and held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_labels_that_do_not_fit_cost_the_conversation_nothing() -> None:

@@ -34,8 +34,11 @@ def begin_call(
 @uncompiled
 def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """The causal model's last hook: commits the cache, or drops what a failed call left."""
-    for context in kwargs.get(CALL, ()):
+    passes: list[PassContext] = kwargs.get(CALL, [])
+    while passes:  # a context knows the list it is in: left there, it would live until Python looks for such rings
+        context = passes.pop(0)
         if output is None:
+            assert context.cache is not None
             context.cache.drop_pending()
         else:
             _commit(context)
