@@ -7,9 +7,9 @@ KV cache. Decoding: median processor time of one token after 1,024 tokens of con
 each conversation in turn, so that whatever else the machine does hits all alike. Memory has read its context; KV caches
 are filled with random numbers, which take as long as read ones, because reading that far takes full attention minutes.
 Streaming: what the process holds at most while it reads `--stream` tokens in pieces, without what loading the model
-took, and the cache's bytes. glibc keeps freed memory for itself, now more and now less: with MALLOC_MMAP_THRESHOLD_=131072
-in the environment it gives larger blocks back, and what is left is what the program holds. Prints Markdown. All of it
-takes about ten minutes of one processor core.
+took, and the cache's bytes. glibc keeps freed memory for itself, now more and now less: with
+MALLOC_MMAP_THRESHOLD_=131072 in the environment it gives larger blocks back, and what is left is what the program
+holds. Prints Markdown. All of it takes about ten minutes of one processor core.
 """
 
 from __future__ import annotations
