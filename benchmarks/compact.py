@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +67,8 @@ UNTRAINED = "others untrained"
 WAYS = {"others private": "fedavg", UNTRAINED: "shared-only"}
 """What becomes of the rules that are not shared: each client trains its own, or they stay as they began."""
 LORA = "LoRA r16"
+PICKS = [f"layers.*.memory.address.{part}" for part in ("pick", "pick_bias", "decay", "scale", "centre")]
+"""Which words an address is made of, without the matrix that it is made with."""
 LOW = ["write", "layers.*.memory.gate.bias"]
 ON_LORA = ("memory.layers=none", "memory.start=fresh", "lora.rank=16", "lora.targets=all-linear")
 SETS = {
@@ -83,11 +85,12 @@ SETS = {
     ),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
-    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
-    "compact": Rules(
+    "two layers": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
     ),
+    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
+    "picks": Rules([*BIASES, *PICKS], [*BIASES, *PICKS]),
     "biases": Rules(BIASES, BIASES),
 }
 
@@ -146,25 +149,34 @@ def config_of(name: str, way: str, given: list[str]) -> Config:
     return load_config("configs/compact.toml", [*sets, *rules.settings, f"federation.algorithm={WAYS[way]}", *given])
 
 
-def measured(out: Path, names: Iterable[str], ways: Sequence[str], given: list[str]) -> dict[str, list[str]]:
-    """By row the cells of accuracy in both ways, and how many questions; trains what is missing."""
+def measured(args: argparse.Namespace) -> dict[str, list[str]]:
+    """By row the cells of accuracy in both ways, how many questions, and epsilon; trains what is missing, if asked."""
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in args.only.split(","):
         rules = SETS[name]
         arms = rules.arms or {name: "federated"}
         cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
-        number = "-"
-        for way in [way for way in WAYS if way in ways and not (rules.all and way == UNTRAINED)]:
-            config = config_of(name, way, given)
-            folder = out / way.replace(" ", "-") / name.replace(" ", "-")
+        number, epsilon = "-", "-"
+        for way in [way for way in WAYS if way in args.ways.split(",") and not (rules.all and way == UNTRAINED)]:
+            config = config_of(name, way, args.set)
+            folder = args.out / way.replace(" ", "-") / name.replace(" ", "-")
+            if args.as_is and not (folder / "results" / "needles.json").exists():
+                continue
             run = run_at(folder, config, told(folder))
             for row, arm in arms.items():
                 if arm in config.evaluation.arms:
                     cells[row][way] = answers(run, arm)
                     number = str(macro(run, arm, "candidates")["n"])
+            spent = run.read_jsonl("rounds.jsonl")[-1]["metrics"].get("epsilon")
+            epsilon = epsilon if spent is None else f"{spent:.1f}"
         found |= {
-            row: [*(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])), number]
+            row: [
+                *(cell for way in WAYS for cell in by_way.get(way, ["-", "-"])),
+                number,
+                epsilon if arms[row] == "federated" else "-",
+            ]
             for row, by_way in cells.items()
+            if by_way
         }
     return found
 
@@ -174,23 +186,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/compact"), help="where the runs are kept")
     parser.add_argument("--bytes-only", action="store_true", help="weigh the messages, train nothing, give no ratio")
+    parser.add_argument("--as-is", action="store_true", help="train nothing; the table of what is measured so far")
     parser.add_argument("--only", default=",".join(SETS), help="sets to train")
     parser.add_argument("--ways", default=",".join(WAYS), help="what becomes of the rules that are not shared")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    accuracy = measured(args.out, [] if args.bytes_only else args.only.split(","), args.ways.split(","), args.set)
+    accuracy = {} if args.bytes_only else measured(args)
     sizes, numbers = weigh()
     body = []
     for name, by_coding in sizes.items():
         cells = [f"{total:,} ({container:,})" for total, container in by_coding.values()]
         ratio = sizes[LORA]["bfloat16"][0] / by_coding["bfloat16"][0]
-        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 5)])
+        body.append([name, f"{numbers[name]:,}", *cells, *accuracy.get(name, ["-"] * 6)])
         body[-1].append(f"{ratio:.0f}" if name in accuracy else "-")
     body += [[row, "0", *["-"] * len(CODINGS), *cells, "-"] for row, cells in accuracy.items() if row not in sizes]
     heads = ["shared", "numbers", *(f"bytes as {coding} (container)" for coding in CODINGS)]
     heads += [f"{what}, {way}" for way in WAYS for what in ("right of four, %", "nats/token")]
-    print(table([*heads, "n", "LoRA's bytes over its own, bfloat16"], body))
+    print(table([*heads, "n", "epsilon", "LoRA's bytes over its own, bfloat16"], body))
     print(
         "\nOne client's message up, at Llama-3.2-1B's shapes; accuracy on SmolLM2-135M, macro over clients, chance 25%."
     )

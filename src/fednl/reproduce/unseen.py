@@ -94,8 +94,8 @@ def lines_of(federation: Federation, client: str) -> tuple[Line, ...]:
         Line(OURS, memory),
         Line("gate closed (window only)", memory, "window-only"),
         Line("rules before training", memory, "public-rules"),
-        Line("FedAvg-LoRA of the other clients, same window", lora),
         Line("its own rules, trained alone", Method(f"own-rules-of-{client}", alone)),
+        Line("FedAvg-LoRA of the other clients, same window", lora),
     )
 
 
