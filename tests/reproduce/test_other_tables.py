@@ -161,3 +161,10 @@ def test_after_ctrl_c_the_same_command_is_named(
 def test_a_table_without_lengths_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = called(capfd, "mmlu", "--scale", "tiny", "--lengths", "512", "--out", str(tmp_path))
     assert code == 2 and "the table mmlu has no prompt lengths" in err
+
+
+def test_a_table_that_is_just_begun_says_so(tmp_path: Path) -> None:
+    place = Sitting(table_named("unseen"), "tiny", tmp_path)
+    page = next(iter(place.table.work(place)))
+    assert page.measured == {} and page.text.count("Nothing is measured yet.") == 2
+    assert "Measured here on tiny-model, scale tiny.\n" in page.text and "n = ." not in page.text

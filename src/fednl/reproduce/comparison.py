@@ -130,8 +130,11 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts += [shown.reading, page.INTERVALS]
     for one in asked:
         rows, where = measured[one.name], f", {one.title}"
-        above = above_chance(rows, one.metrics[0])
-        parts += [f"## {one.title}", *shown.more(rows, one), *page.chance_line(above)]
+        parts.append(f"## {one.title}")
+        if not rows:
+            parts.append("Nothing is measured yet.")
+            continue
+        parts += [*shown.more(rows, one), *page.chance_line(above_chance(rows, one.metrics[0]))]
         for metric in one.metrics:
             parts += page.by_client(rows, metric, where)
         parts += page.differences(rows, where)
@@ -140,7 +143,7 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts.append("## How it was made")
     parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
     parts += page.setup(Run(sitting.out / lines[0].method.name))
-    return Page("\n\n".join(parts) + "\n", measured)
+    return Page("\n\n".join(parts) + "\n", {name: rows for name, rows in measured.items() if rows})
 
 
 def above_chance(rows: Sequence[Row], metric: str) -> dict[str, bool]:

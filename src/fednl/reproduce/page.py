@@ -108,7 +108,7 @@ def behind_all(run: Path, scale: str, parts: Sequence[tuple[str, str, Sequence[R
     facts = run_facts(Run(run), []) if (run / "partition.json").exists() else {}
     model = facts.get("backbone", {}).get("name", "not known yet")
     counts = [f"{title}: {'; '.join(behind(rows, metric))}" for title, metric, rows in parts if rows]
-    return f"Measured here on {escape(model)}, scale {scale}. " + ". ".join(counts) + "."
+    return ". ".join([f"Measured here on {escape(model)}, scale {scale}", *counts]) + "."
 
 
 def chance_line(above: Mapping[str, bool]) -> list[str]:
