@@ -126,6 +126,16 @@ def test_measuring_counts_examples() -> None:
     assert progress._where(clock.now_s) == ("federated, client law, 21 of 105, 10 s so far, about 40 s left")
 
 
+def test_what_was_done_before_a_phase_says_nothing_about_its_pace() -> None:
+    clock = Clock()
+    progress, out = shown(clock)
+    progress({"event": "phase", "name": "reading text 2", "arm": "federated", "done": 600, "total": 1000})
+    clock.now_s += 60
+    progress({"event": "step", "arm": "federated", "done": 700, "total": 1000})
+    progress.tick()
+    assert out.getvalue().splitlines()[-1] == "[  1:00] federated, 700 of 1000, 1 min 0 s so far, about 3 min 0 s left"
+
+
 def test_on_a_terminal_the_line_is_live_and_rounds_stay() -> None:
     clock = Clock()
     progress, out = shown(clock, terminal=True)

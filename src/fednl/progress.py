@@ -2,7 +2,8 @@
 
 The display takes the events of the loop, dictionaries with `"event"` one of
 
-- `"phase"`: a new stretch of work begins: its `name`, perhaps its `arm` and its `total` units of work;
+- `"phase"`: a new stretch of work begins: its `name`, perhaps its `arm`, its `total` units of work, and how many of them
+  were `done` before it;
 - `"round-start"`: `arm`, `round` (from 1), `rounds`, `total` clients;
 - `"step"`: `client`, `step` of `steps`, `loss`; `done` of `total` units of work of the phase or the arm;
 - `"client-done"`: `client`, `loss`;
@@ -31,7 +32,7 @@ FIRST_SIGN_S = 2.0  # an error in a command's first moments stands alone on the 
 
 @dataclass
 class _State:
-    """What the last events said; time left is reckoned from `began_s` and `first_round`."""
+    """What the last events said; time left is reckoned from `began_s`, `before` and `first_round`."""
 
     phase: str = ""
     arm: str = ""
@@ -44,6 +45,7 @@ class _State:
     loss: float | None = None
     done: float = 0.0
     total: float = 0.0
+    before: float = 0.0
     began_s: float = 0.0
     first_round: int | None = None
 
@@ -117,7 +119,8 @@ class Progress:
 
     def _phase(self, event: Mapping[str, Any]) -> None:
         name, arm = str(event.get("name") or event.get("text") or ""), str(event.get("arm", ""))
-        self._state = _State(phase=name, arm=arm, total=float(event.get("total", 0)), began_s=self._clock())
+        total, before = float(event.get("total", 0)), float(event.get("done", 0))
+        self._state = _State(phase=name, arm=arm, done=before, total=total, before=before, began_s=self._clock())
         self._say(name if arm in name else f"{arm}: {name}")
 
     def _round_start(self, event: Mapping[str, Any]) -> None:
@@ -125,7 +128,7 @@ class Progress:
         arm, round = str(event.get("arm", state.arm)), int(event.get("round", 1))
         if arm != state.arm or state.first_round is None or round <= state.first_round:
             state.arm, state.began_s, state.first_round = arm, self._clock(), round
-            state.done = state.total = 0.0
+            state.done = state.total = state.before = 0.0
         state.round, state.rounds = round, int(event.get("rounds", 0))
         state.clients = int(event.get("total", 0))
         state.client, state.step, state.steps = "", 0, 0
@@ -185,8 +188,8 @@ class Progress:
     def _left(self, now: float) -> str:
         """The time left of this phase or arm at the pace so far; nothing while the pace is not known."""
         state = self._state
-        # Rounds that an earlier sitting did say nothing about this sitting's pace.
-        before = state.total * ((state.first_round or 1) - 1) / state.rounds if state.rounds else 0.0
+        # What was done before, by an earlier sitting or another phase, says nothing about the pace of this one.
+        before = state.total * ((state.first_round or 1) - 1) / state.rounds if state.rounds else state.before
         done, left = state.done - before, state.total - state.done
         if done <= 0 or left <= 0:
             return ""

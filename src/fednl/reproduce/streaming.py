@@ -58,7 +58,8 @@ class _Reader:
 
         model, texts = self._ready()
         done, total = (2 * text + (arm == CLOSED)) * self._tokens, 2 * self._count * self._tokens
-        self._sitting.on_event({"event": "phase", "name": f"reading text {text + 1}", "arm": arm, "total": total})
+        begins = {"event": "phase", "name": f"reading text {text + 1}", "arm": arm, "done": done, "total": total}
+        self._sitting.on_event(begins)
 
         def tell(read: int) -> None:
             self._sitting.on_event({"event": "step", "arm": arm, "done": done + read, "total": total})
