@@ -2,8 +2,8 @@
 
 The display takes the events of the loop, dictionaries with `"event"` one of
 
-- `"phase"`: a new stretch of work begins: its `name`, perhaps its `arm`, its `total` units of work, and how many of them
-  were `done` before it;
+- `"phase"`: a new stretch of work begins: its `name`, perhaps its `arm`, its `total` units of work, and how many of
+  them were `done` before it;
 - `"round-start"`: `arm`, `round` (from 1), `rounds`, `total` clients;
 - `"step"`: `client`, `step` of `steps`, `loss`; `done` of `total` units of work of the phase or the arm;
 - `"client-done"`: `client`, `loss`;

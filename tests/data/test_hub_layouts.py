@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from fednl.data.classification import build
@@ -21,7 +22,6 @@ from fednl.data.well_known_texts import WELL_KNOWN
 from fednl.errors import DataError, SettingsError
 from small_run import byte_tokenizer
 
-datasets = pytest.importorskip("datasets")
 ROWS = 24
 
 

@@ -99,7 +99,8 @@ def test_a_file_that_is_not_there_is_an_argument_error() -> None:
 def test_a_saved_data_set_gives_its_names_of_classes_and_an_unknown_id_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     names = datasets.ClassLabel(names=["World", "Sports"])
     features = datasets.Features({"text": datasets.Value("string"), "label": names})
     made = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
