@@ -266,7 +266,7 @@ def reproduce(
     Every method is an ordinary run in its own folder inside DIR. Whatever stopped the command, the same command
     goes on: rounds from the newest checkpoint, then the arms that are not measured yet. DIR/report.md holds the
     table as far as it is (with --lengths report-LENGTHS.md), DIR/results/ the rows behind it. What each table asks
-    and takes is in docs/reproduce.md: needles at the small scale some 85 minutes on two quiet cores.
+    and takes is in docs/reproduce.md; needles at the small scale is reckoned, not measured, at 85 minutes on two cores.
 
     \b
     Scales:
