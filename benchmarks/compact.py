@@ -2,7 +2,7 @@
 
     python benchmarks/compact.py --out runs/compact
     python benchmarks/compact.py --bytes-only
-    python benchmarks/compact.py --out runs/compact-private --only "LoRA r16,theta,low-rank" --ways "others private" \
+    python benchmarks/compact.py --out runs/compact-private --only "LoRA r16;theta;low-rank" --ways "others private" \
         --set privacy.mode=central --set combine.weights=uniform --set privacy.clip=0.03 \
         --set privacy.noise-multiplier=1.05 --set 'evaluation.arms=["federated"]'
 
@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from algorithms import answers, macro, table, told
@@ -50,6 +51,7 @@ class Rules:
         large: the same of Llama-3.2-1B's; LoRA's names stand in another model.
         write_rank: the rank of Llama's write strengths: of its 8 key/value heads at least the share that the run's rank
             is of SmolLM2's 3.
+        gate: what the gates read, in both models.
         settings: what else its run is made with.
         arms: by the name of a row, the arm that gives its accuracy.
         all: whether nothing of the adapter stays with a client.
@@ -58,6 +60,7 @@ class Rules:
     small: list[str]
     large: list[str]
     write_rank: int = 0
+    gate: Literal["input", "head"] = "input"
     settings: tuple[str, ...] = ()
     arms: dict[str, str] = field(default_factory=dict)
     all: bool = False
@@ -83,19 +86,21 @@ SETS = {
         },
         all=True,
     ),
+    "theta, gate per head": Rules(["theta"], ["theta"], gate="head", all=True),
     "memory": Rules(["memory"], ["memory"]),
     "write": Rules(["write"], ["write"]),
     "two layers": Rules(
         [*BIASES, "layers.1[68].memory.write.weight"],
         [*BIASES, "layers.9.memory.write.weight", "layers.10.memory.write.weight"],
     ),
-    "low-rank": Rules([*LOW], [*LOW], 3, ("memory.write-rank=1",)),
+    "low-rank": Rules([*LOW], [*LOW], 3, settings=("memory.write-rank=1",)),
     "picks": Rules([*BIASES, *PICKS], [*BIASES, *PICKS]),
+    "picks, gate per head": Rules([*BIASES, *PICKS], [*BIASES, *PICKS], gate="head"),
     "biases": Rules(BIASES, BIASES),
 }
 
 
-def shapes(adapter: str, write_rank: int = 0) -> dict[str, Tensor]:
+def shapes(adapter: str, write_rank: int = 0, gate: Literal["input", "head"] = "input") -> dict[str, Tensor]:
     """The trainable tensors of Llama-3.2-1B by canonical name, without memory behind them."""
     config = LlamaConfig(
         vocab_size=128_256,
@@ -111,7 +116,7 @@ def shapes(adapter: str, write_rank: int = 0) -> dict[str, Tensor]:
         model = LlamaForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
     if adapter == "memory":
-        fednl.attach_memory(model, fednl.MemoryConfig(layers=LAYERS, write_rank=write_rank))
+        fednl.attach_memory(model, fednl.MemoryConfig(layers=LAYERS, write_rank=write_rank, gate=gate))
         return dict(fednl.rules(model))
     lora = LoraAdapter()
     lora.attach(model, LoraSettings(rank=16), 0)
@@ -133,7 +138,7 @@ def weigh() -> tuple[dict[str, dict[str, tuple[int, int]]], dict[str, int]]:
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
     numbers: dict[str, int] = {}
     for name, rules in SETS.items():
-        tensors = shapes("lora" if name == LORA else "memory", rules.write_rank)
+        tensors = shapes("lora" if name == LORA else "memory", rules.write_rank, rules.gate)
         names = select(tensors, rules.large)
         made = {coding: payload(tensors, names, coding) for coding in CODINGS}
         sizes[name] = {coding: (one.size_bytes, one.size_bytes - one.tensor_bytes) for coding, one in made.items()}
@@ -146,20 +151,21 @@ def config_of(name: str, way: str, given: list[str]) -> Config:
     rules = SETS[name]
     arms = ["federated"] if way == UNTRAINED else list(rules.arms.values()) or ["federated"]
     sets = [f"federation.shared={json.dumps(rules.small)}", f"evaluation.arms={json.dumps(arms)}"]
-    return load_config("configs/compact.toml", [*sets, *rules.settings, f"federation.algorithm={WAYS[way]}", *given])
+    sets += [f"memory.gate={rules.gate}", *rules.settings, f"federation.algorithm={WAYS[way]}", *given]
+    return load_config("configs/compact.toml", sets)
 
 
 def measured(args: argparse.Namespace) -> dict[str, list[str]]:
     """By row the cells of accuracy in both ways, how many questions, and epsilon; trains what is missing, if asked."""
     found: dict[str, list[str]] = {}
-    for name in args.only.split(","):
+    for name in args.only.split(";"):
         rules = SETS[name]
         arms = rules.arms or {name: "federated"}
         cells: dict[str, dict[str, list[str]]] = {row: {} for row in arms}
         number, epsilon = "-", "-"
         for way in [way for way in WAYS if way in args.ways.split(",") and not (rules.all and way == UNTRAINED)]:
             config = config_of(name, way, args.set)
-            folder = args.out / way.replace(" ", "-") / name.replace(" ", "-")
+            folder = args.out / way.replace(" ", "-") / name.replace(",", "").replace(" ", "-")
             if args.as_is and not (folder / "results" / "needles.json").exists():
                 continue
             run = run_at(folder, config, told(folder))
@@ -187,7 +193,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/compact"), help="where the runs are kept")
     parser.add_argument("--bytes-only", action="store_true", help="weigh the messages, train nothing, give no ratio")
     parser.add_argument("--as-is", action="store_true", help="train nothing; the table of what is measured so far")
-    parser.add_argument("--only", default=",".join(SETS), help="sets to train")
+    parser.add_argument("--only", default=";".join(SETS), help="sets to train, ;-separated")
     parser.add_argument("--ways", default=",".join(WAYS), help="what becomes of the rules that are not shared")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     args = parser.parse_args()

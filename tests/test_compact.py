@@ -66,7 +66,7 @@ def test_each_set_is_a_row_of_one_table_with_its_ratio_beside_its_accuracy_only(
     monkeypatch.setattr(bench, "macro", lambda run, arm, metric: {"n": 210})
     sizes = {name: dict.fromkeys(bench.CODINGS, (1200 // (place + 1), 10)) for place, name in enumerate(bench.SETS)}
     monkeypatch.setattr(bench, "weigh", lambda: (sizes, dict.fromkeys(sizes, 7)))
-    monkeypatch.setattr("sys.argv", ["compact.py", "--out", str(tmp_path), "--only", "theta,low-rank"])
+    monkeypatch.setattr("sys.argv", ["compact.py", "--out", str(tmp_path), "--only", "theta;low-rank"])
     monkeypatch.chdir(ROOT)
     bench.main()
     rows = {

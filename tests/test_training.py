@@ -239,6 +239,16 @@ def test_full_start_rules_begin_low_rank_ones_at_the_nearest_of_that_rank(backbo
     assert all(torch.equal(low[name], tensor) for name, tensor in full.items() if not name.endswith(".write.weight"))
 
 
+@pytest.mark.parametrize("gate", ["head", "layer"])
+def test_gates_from_the_input_begin_those_without_at_their_biases(backbone: Path, whole: Path, gate: str) -> None:
+    full = final(whole)
+    small = Bench(settings(backbone, memory={"start": str(whole / "final"), "gate": gate})).start("own")
+    assert full.keys() - small.keys() == {name for name in full if name.endswith(".gate.weight")} != set()
+    for name, tensor in small.items():
+        wanted = full[name].mean(0, keepdim=True) if (name.endswith(".gate.bias") and gate == "layer") else full[name]
+        assert torch.equal(tensor, wanted)
+
+
 def test_partition_lists_everyone_without_text(backbone: Path) -> None:
     rows = partition_rows(settings(backbone))
     assert [(r["client"], r["split"], r["n"]) for r in rows[:3]] == [

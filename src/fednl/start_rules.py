@@ -13,7 +13,7 @@ from fednl.data.fillers import generated_text
 from fednl.errors import CheckpointError, FednlError
 from fednl.memory import MemoryConfig
 from fednl.memory.centre import centre
-from fednl.memory.low_rank import factored
+from fednl.memory.reduced import factored, unread
 from fednl.memory.rules_file import assign, check_backbone, check_settings, memory_settings, read_rules
 from fednl.models.backbone import Backbone
 from fednl.seeding import python_rng
@@ -25,7 +25,8 @@ CENTRE_SEED, CENTRE_SENTENCES = 0, 120
 def load_start(backbone: Backbone, live: Mapping[str, Tensor], memory: MemoryConfig) -> None:
     """Gives a mounted memory the rules that `memory.start` names; fresh ones are centred on generated text.
 
-    Where `memory.write-rank` is set and the rules named have full matrices, it starts from the nearest of that rank.
+    Where `memory.write-rank` is set and the rules named have full matrices, it starts from the nearest of that rank;
+    where `memory.gate` is not `"input"` and theirs read the input, from their gates' biases.
 
     Args:
         backbone: with the memory attached to its model.
@@ -55,6 +56,8 @@ def load_start(backbone: Backbone, live: Mapping[str, Tensor], memory: MemoryCon
         if memory.write_rank and not saved.write_rank:
             tensors = factored(tensors, memory.write_rank)
             saved = saved.model_copy(update={"write_rank": memory.write_rank})
+        if memory.gate != "input" and saved.gate == "input":
+            tensors, saved = unread(tensors, memory.gate), saved.model_copy(update={"gate": memory.gate})
         check_settings(memory, saved, folder, description["backbone"]["layers"])
         assign({name: p for name, p in live.items() if ".memory." in name}, tensors, str(folder))
     except FednlError as error:

@@ -1,8 +1,9 @@
-"""Rules with full matrices as the start of rules with low-rank ones (`memory.write-rank`)."""
+"""Rules as the start of rules with fewer numbers: write strengths of low rank, gates that read no input."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,4 +38,20 @@ def factored(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         root, prefix = sizes[:rank].sqrt(), name.removesuffix("weight")
         made[f"{prefix}up"] = (columns * signs * root).to(tensor.dtype)
         made[f"{prefix}down"] = (right[:rank] * signs.T * root.unsqueeze(1)).to(tensor.dtype)
+    return made
+
+
+def unread(tensors: Mapping[str, Tensor], gate: Literal["head", "layer"]) -> dict[str, Tensor]:
+    """Takes from every gate what makes it depend on the input: its bias remains.
+
+    Args:
+        tensors: rules by canonical name with `gate.weight [heads, hidden]` and `gate.bias [heads]`; not modified.
+        gate: `"head"` keeps the biases as they are, `"layer"` their mean over heads, `[1]`.
+
+    Returns:
+        The same rules without `gate.weight`: each gate is what it was at an input of zeros, on average over heads.
+    """
+    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(".gate.weight")}
+    if gate == "layer":
+        made |= {name: tensor.mean(0, keepdim=True) for name, tensor in made.items() if name.endswith(".gate.bias")}
     return made

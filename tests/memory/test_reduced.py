@@ -13,7 +13,7 @@ from torch import Tensor
 from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import select
 from fednl.memory import MemoryConfig, attach_memory, load_rules, rules, save_rules
-from fednl.memory.low_rank import WHOLE, factored
+from fednl.memory.reduced import WHOLE, factored
 from memory.models import tiny, tokens, with_memory
 
 RULES = pytest.mark.parametrize("rule", ["delta", "gated-delta-product", "titans"])
