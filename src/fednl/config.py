@@ -7,10 +7,8 @@ named after it. Importing this imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_lora import check_adapters, check_lora
+from fednl.config_text import parse_override, read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
 from fednl.data.tasks import TASKS, check_uneven, task_settings
@@ -196,7 +195,7 @@ class Config(Section):
     def to_toml(self) -> str:
         """Gives `to_dict` as a settings file that `load_config` reads back to an equal Config."""
         return "\n".join(
-            f"[{section}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in keys.items())
+            f"[{section}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in keys.items())
             for section, keys in self.to_dict().items()
         )
 
@@ -209,7 +208,7 @@ class Config(Section):
             SettingsError: an override is not readable, or its key or value is wrong.
         """
         table = self.to_dict()
-        after = {(section, key): value for section, key, value in map(_parse_override, overrides)}
+        after = {(section, key): value for section, key, value in map(parse_override, overrides)}
         for key, (section, _) in _OWN.items():
             name = table[section][key]
             if after.get((section, key), name) != name:
@@ -239,13 +238,13 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     Example:
         `load_config("configs/demo.toml", ["training.rounds=2", "run.seed=1"])`
     """
-    return _overridden(_read_toml(Path(path)), str(path), overrides)
+    return _overridden(read_toml(Path(path)), str(path), overrides)
 
 
 def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> Config:
     overridden = []
     for override in overrides:
-        section, key, value = _parse_override(override)
+        section, key, value = parse_override(override)
         keys = table.setdefault(section, {})
         if not isinstance(keys, dict):
             raise SettingsError(f"{where}: {section} must be a section: write [{section}] above its keys.")
@@ -270,39 +269,3 @@ def _check_arms(config: Config, check: Checker) -> None:
                 f'{check.place("evaluation", "arms")} [evaluation] arms names "{arm}", which data.task = '
                 f'"{config.data.task}" does not have; its arms are: {", ".join(known)}.'
             )
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # a byte-order mark is no part of the settings
-    except FileNotFoundError:
-        near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        close = difflib.get_close_matches(str(path), near, n=1)
-        hint = f"did you mean {close[0]}?" if close else "check the name."
-        raise SettingsError(f"there is no settings file {path}; {hint}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
-    except OSError as error:
-        raise SettingsError(f"cannot read the settings file {path}: {error.strerror or error}.") from None
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}.") from None
-
-
-def _parse_override(text: str) -> tuple[str, str, Any]:
-    name, equals, value = text.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and section and key):
-        raise SettingsError(f'--set {text}: write section.key=value, for example "--set training.rounds=2".')
-    try:
-        parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
-        return section, key, value.strip()
-    return section, key, parsed["value"] if set(parsed) == {"value"} else value
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False)  # TOML writes strings, numbers and booleans as JSON does

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fednl.errors import NonFiniteError
+from fednl.memory.pass_context import PassContext
 from fednl.memory.sites import Attachment
-from fednl.memory.window import PassContext
 
 
 def note(context: PassContext, index: int, hidden: Tensor, mixed: Tensor) -> None:

@@ -21,8 +21,9 @@ from fednl.errors import BackboneError
 from fednl.memory.compiled import uncompiled
 from fednl.memory.families import family_of, heads_of, rotary_kind
 from fednl.memory.finite import note
+from fednl.memory.pass_context import PassContext
 from fednl.memory.sites import Attachment
-from fednl.memory.window import PassContext, window_attention
+from fednl.memory.window import window_attention
 
 if TYPE_CHECKING:
     from fednl.memory.cache import MemoryCache

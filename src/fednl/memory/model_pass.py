@@ -13,9 +13,10 @@ from fednl.memory.compiled import uncompiled
 from fednl.memory.families import family_of, last_position, rotaries
 from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
+from fednl.memory.pass_context import PassContext
 from fednl.memory.pass_input import check_positions, counted, documents, given_tokens, padding
 from fednl.memory.sites import Attachment, check_trains
-from fednl.memory.window import PassContext, window_context
+from fednl.memory.window import window_context
 
 if TYPE_CHECKING:
     from fednl.memory.cache import MemoryCache

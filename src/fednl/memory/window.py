@@ -9,51 +9,17 @@ token. Source: sinks as in StreamingLLM, re-basing ours (docs/decisions).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from fednl.memory.cache import MemoryCache
-    from fednl.memory.packed import Packing
+from fednl.memory.pass_context import PassContext
+from fednl.memory.rotary import Rotation, rotate, turning
 
 BLOCK_TOKENS = 256
 """Queries are attended in blocks of this many when a pass is longer than two blocks."""
-
-
-@dataclass
-class PassContext:
-    """What every layer of one forward pass shares.
-
-    Attributes:
-        index: `[batch, tokens]` int64, each new token's index among its row's real tokens; -1 for padding.
-        keep: `[batch, tokens]` bool, False for padding, or `None` if every token is real.
-        cache: the conversation this pass goes on with, or `None`.
-        window: the window part, or `None` with `window_tokens = 0`.
-        source: the address layer's input after its norm, once it was reached, without its history of gradients, so
-            that a recomputed layer sees what it saw; `None` with `keys = "token"`.
-        addressed: what the addresses went on from and came to, once a layer without gradients has made them.
-        counts: `[batch]` int64, real tokens of each row after this pass.
-        gate_scale: multiplies every gate; as it was when the pass began.
-        call: where the pass is left for the call around it to commit; `None` if there is none.
-        packing: where the caller had several documents in a row, or `None`; here they have a row each.
-        sums: by layer, what `fednl.memory.finite` looks at when the pass ends.
-    """
-
-    index: Tensor
-    keep: Tensor | None
-    cache: MemoryCache | None
-    counts: Tensor
-    gate_scale: float = 1.0
-    call: list[PassContext] | None = None
-    packing: Packing | None = None
-    window: WindowContext | None = None
-    source: Tensor | None = None
-    addressed: tuple[Tensor | None, tuple[Tensor, Tensor, Tensor]] | None = None
-    sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,13 +37,6 @@ class Block:
     slots: slice
     size: int
     hidden: Tensor | None
-
-
-class Rotation(NamedTuple):
-    """How one rotary embedding turns the re-based queries and the sinks: for each what `turning` gives."""
-
-    query: tuple[Tensor, Tensor]
-    sink: tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -259,27 +218,6 @@ def window_attention(
         out = weights @ torch.cat([sink_value, value[:, :, block.slots]], dim=2)
         outputs.append(out.view(batch, heads, size, head_dim))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
-
-
-def turning(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """A rotary embedding `[batch, tokens, dim]` as `rotate` takes it: for all heads, the first half of `sin` negative.
-
-    That is worked out once for all layers, so that each has an operation less to do.
-    """
-    first, second = sin.unsqueeze(1).chunk(2, -1)
-    return cos.unsqueeze(1), torch.cat([-first, second], -1)
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies a rotary embedding (half-split layout), `turning`, to `x [batch, heads, tokens, head_dim]`.
-
-    An embedding narrower than a head turns the head's first numbers only.
-    """
-    cos, sin = rotation
-    if cos.shape[-1] < x.shape[-1]:
-        turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-        return torch.cat([rotate(turned, rotation), kept], -1)
-    return x * cos + x.roll(cos.shape[-1] // 2, -1) * sin
 
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:

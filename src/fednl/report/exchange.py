@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.federation.algorithms import ALGORITHMS
+from fednl.report.recorded import section
 from fednl.report.words import escape, number
 
 
@@ -15,7 +16,7 @@ def exchange_lines(config: Mapping[str, Any]) -> list[str]:
     Args:
         config: the run's `config.json`.
     """
-    traffic, combine, privacy = (_section(config, name) for name in ("traffic", "combine", "privacy"))
+    traffic, combine, privacy = (section(config, name) for name in ("traffic", "combine", "privacy"))
     lines = []
     forms = (traffic.get("up", "float32"), traffic.get("content", "values"), traffic.get("down", "float32"))
     if forms != ("float32", "values", "float32"):
@@ -26,7 +27,7 @@ def exchange_lines(config: Mapping[str, Any]) -> list[str]:
         words = [f"{escape(combine['rule'])} against {combine.get('attackers', '?')} attackers", *words]
     if words:
         lines.append(f"Combined by: {', '.join(words)}")
-    name = _section(config, "federation").get("algorithm")
+    name = section(config, "federation").get("algorithm")
     if name in ALGORITHMS and ALGORITHMS[name].traits.passes_on:
         lines.append(f"Passed on: {escape(name)} hands what a client learned of a task to every other client, as it is")
     hidden = _hidden(privacy)
@@ -71,8 +72,3 @@ def _hidden(privacy: Mapping[str, Any]) -> list[str]:
     if privacy.get("min-examples", 1) > 1:
         words.append(f"clients with fewer than {privacy['min-examples']} examples share nothing")
     return words
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}

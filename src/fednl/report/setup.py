@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fednl.errors import CheckpointError
-from fednl.evaluation.settings import ARMS
-from fednl.report.costs import cost_lines
-from fednl.report.exchange import exchange_lines, exchange_notes
+from fednl.report.exchange import exchange_lines
+from fednl.report.recorded import recorded, section
 from fednl.report.stream import one_task_line
-from fednl.report.words import escape, markdown_table, megabytes, number, where
+from fednl.report.words import escape
 from fednl.runs import Run
 
 
@@ -27,8 +24,8 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
         run: the run.
         facts: what `run_facts` gave.
     """
-    config, problems = _read(run, "config.json")
-    environment, missing = _read(run, "environment.json")
+    config, problems = recorded(run, "config.json")
+    environment, missing = recorded(run, "environment.json")
     lines = [
         f"Backbone: {_backbone(config, facts)}",
         *_adapters(config),
@@ -48,8 +45,8 @@ def run_facts(run: Run, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         run: the run; its `environment.json` and `partition.json` are read.
         results: its results files, whose facts win.
     """
-    facts, _ = _read(run, "environment.json")
-    for told in [_read(run, "partition.json")[0], *results]:
+    facts, _ = recorded(run, "environment.json")
+    for told in [recorded(run, "partition.json")[0], *results]:
         facts |= {key: told[key] for key in ("backbone", "dtype", "filler_sha256") if key in told}
     return facts
 
@@ -85,107 +82,9 @@ def _group(name: str) -> str:
     return after.split(".")[0] if after else "lora" if before.rpartition(".")[2].startswith("lora_") else ""
 
 
-def training_lines(run: Run) -> list[str]:
-    """Says how the training of each arm went: rounds, loss, seconds, bytes per direction, clients left out.
-
-    Args:
-        run: the run; an arm trained beside the federated rules has its own `rounds.jsonl` in a sub-folder.
-    """
-    config, _ = _read(run, "config.json")
-    planned = _section(config, "training").get("rounds")
-    body, notes, arms = [], [], {}
-    for path in [run.path / "rounds.jsonl", *sorted(run.path.glob("*/**/rounds.jsonl"))]:
-        folder = path.relative_to(run.path).parent.as_posix()
-        name = "federated" if folder == "." else folder.removeprefix("arms/")
-        arm = ARMS.get(name, name)
-        try:
-            rounds = run.read_jsonl(path.relative_to(run.path).as_posix())
-        except CheckpointError as error:
-            notes.append(escape(str(error)))
-            continue
-        last = rounds[-1].get("round", len(rounds)) if rounds else 0
-        arms[arm] = rounds
-        if rounds:
-            body.append(_arm_line(escape(arm), rounds, planned))
-            notes += _left_out(escape(arm), rounds) + _lora_error(escape(arm), rounds)
-            notes += exchange_notes(escape(arm), rounds)
-        if rounds and isinstance(last, int) and len(rounds) < last:
-            notes.append(f"{last - len(rounds)} of {last} rounds of {escape(arm)} are missing in rounds.jsonl.")
-        if isinstance(planned, int) and isinstance(last, int) and last < planned:
-            done = f"{escape(arm)}: {last} of {planned} rounds are done"
-            notes.append(f"Unfinished: {done}; continue with `fednl train --resume {run.path}`.")
-    head = ["trained", "rounds", "training loss, first to last", "validation loss", "seconds"]
-    head += ["up, per client and round", "down, per client and round", "up in all", "down in all"]
-    costs = cost_lines(arms, int(_section(config, "training").get("batch", 1)))
-    return ([markdown_table(head, body)] if body else []) + notes + costs
-
-
-def _arm_line(arm: str, rounds: Sequence[Mapping[str, Any]], planned: object) -> list[str]:
-    clients = [client for row in rounds for client in row.get("clients", [])]
-    up, down = ([client[key] for client in clients if key in client] for key in ("up_bytes", "down_bytes"))
-    return [
-        arm,
-        number(len(rounds)) + (f" of {planned}" if isinstance(planned, int) else ""),
-        _first_to_last(rounds, "train_loss"),
-        _first_to_last(rounds, "validation_loss"),
-        f"{sum(row.get('seconds_s', 0.0) for row in rounds):,.1f}",
-        megabytes(up),
-        megabytes(down),
-        megabytes([sum(up)]),
-        megabytes([sum(down)]),
-    ]
-
-
-def _first_to_last(rounds: Sequence[Mapping[str, Any]], name: str) -> str:
-    found = [row["metrics"][name] for row in rounds if name in row.get("metrics", {})]
-    return f"{found[0]:.3f} to {found[-1]:.3f}" if found else "-"
-
-
-def _lora_error(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the server's factors missed of the mean of the clients' LoRA updates, where both factors travelled."""
-    metrics = [row.get("metrics", {}) for row in rounds]
-    found = [[row[name] for row in metrics if name in row] for name in ("lora_error", "lora_error_of_update")]
-    shown = [f"{least:.2%} to {most:.2%}" for least, most in ((min(part), max(part)) for part in found if part)]
-    if not shown:
-        return []
-    of_update = f", {shown[1]} of what a round changed" if found[1] else ""
-    return [f"Missed of the exact mean of LoRA updates, {arm}: {shown[0]} of it{of_update} ({len(found[0])} rounds)."]
-
-
-def _left_out(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which clients did not count and why, which messages were refused, which rounds changed nothing."""
-    clients: dict[str, list[object]] = {}
-    refused: Counter[str] = Counter()
-    idle: dict[str, list[object]] = {}
-    out: dict[str, list[object]] = {}
-    for row in rounds:
-        refused.update(row.get("refused", {}))
-        if not row.get("updated", True):
-            idle.setdefault(str(row.get("reason", "no reason recorded")), []).append(row.get("round", "?"))
-        for client in row.get("quarantined", []):
-            out.setdefault(str(client), []).append(row.get("round", "?"))
-        for client in row.get("clients", []):
-            if client.get("status", "ok") != "ok":
-                status, reason = client["status"], client.get("reason")
-                words = f"{client.get('name', '?')} {status}"
-                words += f": {reason}" if reason and reason != status else ""
-                clients.setdefault(words, []).append(row.get("round", "?"))
-    kinds: tuple[tuple[str, Mapping[str, Sequence[object]]], ...] = (
-        ("Not counted", clients),
-        ("Refused messages", {f"{code} {count}": [] for code, count in sorted(refused.items())}),
-        ("Not asked after repeated refusals", out),
-        ("Rounds that left the model as it was", idle),
-    )
-    return [f"{title}, {arm}: {_with_rounds(found)}." for title, found in kinds if found]
-
-
-def _with_rounds(found: Mapping[str, Sequence[object]]) -> str:
-    return "; ".join(escape(words) + (f" ({where(rounds)})" if rounds else "") for words, rounds in found.items())
-
-
 def _backbone(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     identity = facts.get("backbone")
-    settings = _section(config, "backbone")
+    settings = section(config, "backbone")
     dtype = f", {settings['dtype']}" if "dtype" in settings else ""
     if "dtype" in facts:  # what "auto" came to
         dtype = f", {escape(facts['dtype'])}"
@@ -226,16 +125,16 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 
 def _adapters(config: Mapping[str, Any]) -> list[str]:
-    adapters = _section(config, "federation").get("adapters", ["memory"])
-    lines = [f"Memory: {_memory(_section(config, 'memory'))}"] if "memory" in adapters else []
+    adapters = section(config, "federation").get("adapters", ["memory"])
+    lines = [f"Memory: {_memory(section(config, 'memory'))}"] if "memory" in adapters else []
     if "context-vectors" in adapters:
-        keys = [f"{key} {escape(value)}" for key, value in _section(config, "context-vectors").items()]
+        keys = [f"{key} {escape(value)}" for key, value in section(config, "context-vectors").items()]
         lines.append(f"Context vectors: {', '.join(keys)}")
     return lines
 
 
 def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    data = _section(config, "data")
+    data = section(config, "data")
     if not data:
         return "not recorded"
     parts = [f"{escape(data.get('task', '?'))}, {data.get('tokens', '?')} tokens"]
@@ -247,9 +146,9 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if data.get("imbalance", 1) > 1:
         parts.append(f"long tail, largest {data['imbalance']:g} times the smallest")
     counts = [f"{data[key]} {key}" for key in ("train", "validation", "test") if key in data]
-    whose = "client and task" if _section(config, "tasks").get("order") else "client"
+    whose = "client and task" if section(config, "tasks").get("order") else "client"
     parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
-    own = _section(config, str(data.get("task", "")))
+    own = section(config, str(data.get("task", "")))
     if own:
         words = (f"{key} {_without_folders(key, value)}" for key, value in own.items())
         return "; ".join([*parts, ", ".join(words)])
@@ -267,12 +166,12 @@ def _without_folders(key: str, value: Any) -> str:
 
 
 def _training(config: Mapping[str, Any]) -> str:
-    training, federation = _section(config, "training"), _section(config, "federation")
+    training, federation = section(config, "training"), section(config, "federation")
     shared = federation.get("shared", "?")
     names = shared if isinstance(shared, str) else ", ".join(shared)
     parts = [f"{escape(federation.get('algorithm', '?'))}, shared {escape(names)}"]
     parts += [f"{key} {training[key]}" for key in ("rounds", "local-steps", "batch", "local-lr") if key in training]
-    seed = _section(config, "run").get("seed")
+    seed = section(config, "run").get("seed")
     return ", ".join(parts) + (f", seed {seed}" if seed is not None else "")
 
 
@@ -290,18 +189,3 @@ def _software(environment: Mapping[str, Any]) -> str:
         changed = environment.get("changed_files")
         parts.append(f"commit {environment['commit']}" + (f" with {changed} changed files" if changed else ""))
     return escape(", ".join(parts)) or "not recorded"
-
-
-def _read(run: Run, name: str) -> tuple[dict[str, Any], list[str]]:
-    """A JSON file of the run, or what is wrong with it."""
-    if not (run.path / name).exists():
-        return {}, [f"{name} is missing"]
-    try:
-        return run.read_json(name), []
-    except CheckpointError as error:
-        return {}, [escape(str(error))]
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}

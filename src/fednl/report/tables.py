@@ -15,9 +15,10 @@ from fednl.evaluation.settings import ARMS
 from fednl.report.cells import bracket, cell, difference, narrow_cell
 from fednl.report.cohort import cohort_table
 from fednl.report.seeds import seed_lines
-from fednl.report.setup import run_facts, setup_lines, shared_parameters, training_lines
+from fednl.report.setup import run_facts, setup_lines, shared_parameters
 from fednl.report.stream import NAME as STREAM
 from fednl.report.stream import stream_section
+from fednl.report.training import training_lines
 from fednl.report.words import escape, markdown_table, name_only, number, percent
 from fednl.runs import Run
 
