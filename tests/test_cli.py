@@ -87,6 +87,11 @@ def test_every_verb_shows_an_example_that_parses(capfd: pytest.CaptureFixture[st
         (["reproduce", "neddles"], 2, 'no table "neddles" to reproduce; the tables are: mmlu, needles'),
         (["reproduce", "needles", "--scale", "large"], 2, "the scales of needles are: tiny, small, paper"),
         (["reproduce", "needles", "--lengths", "1k"], 2, "--lengths 1k: write prompt tokens"),
+        (
+            ["reproduce", "needles", "--facts", "-1"],
+            2,
+            "--facts -1: write facts a prompt with commas between, for example 4,8",
+        ),
     ],
 )
 def test_exit_codes(capfd: pytest.CaptureFixture[str], words: list[str], code: int, says: str) -> None:

@@ -213,14 +213,19 @@ def reproduce(
     lengths: Annotated[
         str, typer.Option("--lengths", metavar="N,N", help="Prompt tokens to measure, for a table that has lengths.")
     ] = "",
+    facts: Annotated[
+        str,
+        typer.Option("--facts", metavar="N,N", help="Facts of a kind in each prompt, for a table that hides facts."),
+    ] = "",
     overrides: Override = None,
 ) -> None:
     """Run the methods of a published table, and print our numbers beside the paper's, each labelled.
 
     Every method is an ordinary run in its own folder inside DIR. Whatever stopped the command, the same command
     goes on: rounds from the newest checkpoint, then the arms that are not measured yet. DIR/report.md holds the
-    table as far as it is (with --lengths report-LENGTHS.md), DIR/results/ the rows behind it. What each table asks
-    and takes is in docs/reproduce.md; needles at the small scale is reckoned, not measured, at 85 minutes on two cores.
+    table as far as it is (--lengths and --facts have reports of their own), DIR/results/ the rows behind it. What
+    each table asks and takes is in docs/reproduce.md; needles at the small scale is reckoned, not measured, at 85
+    minutes on two cores.
 
     \b
     Scales:
@@ -233,8 +238,9 @@ def reproduce(
       fednl reproduce needles --scale tiny
       fednl reproduce needles --scale small --out runs/needles
       fednl reproduce needles --scale small --out runs/needles --lengths 4096,8192,16384
+      fednl reproduce needles --scale small --out runs/needles --lengths 1024 --facts 8,16
     """
-    text = reproduced(name, scale, out, lengths, overrides or ())
+    text = reproduced(name, scale, out, lengths, facts, overrides or ())
     print(text, end="")
 
 

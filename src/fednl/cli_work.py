@@ -38,7 +38,7 @@ def resuming(run: Path) -> Callable[[Any], object]:
     return work
 
 
-def reproduced(name: str, scale: str, out: Path | None, lengths: str, given: Sequence[str]) -> str:
+def reproduced(name: str, scale: str, out: Path | None, lengths: str, facts: str, given: Sequence[str]) -> str:
     """Does what a published table lacks, and gives it as Markdown.
 
     Args:
@@ -46,6 +46,7 @@ def reproduced(name: str, scale: str, out: Path | None, lengths: str, given: Seq
         scale: the scale.
         out: the folder of its runs; None for the usual one.
         lengths: prompt lengths with commas between; empty for the scale's.
+        facts: facts in a prompt, likewise.
         given: settings from the command line.
     """
     from fednl.errors import Interrupted
@@ -54,12 +55,14 @@ def reproduced(name: str, scale: str, out: Path | None, lengths: str, given: Seq
     table = table_named(name)
     check_scale(scale, table)
     folder = out or Path("runs") / f"reproduce-{name}-{scale}"
-    asked = _lengths(lengths, table.name, table.scales[scale].lengths)
+    size = table.scales[scale]
+    tokens = _numbers("--lengths", lengths, size.lengths, table.name, "prompt lengths", "prompt tokens")
+    hidden = _numbers("--facts", facts, size.facts, table.name, "facts in its prompts", "facts a prompt")
 
     def work(on_event: Any) -> Any:
         from fednl.reproduce.sitting import Sitting
 
-        return Sitting(table, scale, folder, given, asked, on_event).whole()
+        return Sitting(table, scale, folder, given, tokens, hidden, on_event).whole()
 
     try:
         return str(watched(work).text)
@@ -67,15 +70,16 @@ def reproduced(name: str, scale: str, out: Path | None, lengths: str, given: Seq
         raise Interrupted(f"Interrupted; what was done is kept in {folder}: the same command goes on.") from None
 
 
-def _lengths(text: str, table: str, usual: Sequence[int]) -> tuple[int, ...]:
-    """Reads prompt lengths from the command line."""
+def _numbers(option: str, text: str, usual: Sequence[int], table: str, has: str, what: str) -> tuple[int, ...]:
+    """Reads an option of numbers with commas between, for a table that has such numbers of its own."""
     from fednl.errors import SettingsError
 
     if text and not usual:
-        raise SettingsError(f"--lengths {text}: the table {table} has no prompt lengths; leave it away.")
+        raise SettingsError(f"{option} {text}: the table {table} has no {has}; leave it away.")
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise SettingsError(f"--lengths {text}: write prompt tokens with commas between, for example 1024,2048.")
+        numbers = ",".join(map(str, (*usual, 2 * max(usual))))
+        raise SettingsError(f"{option} {text}: write {what} with commas between, for example {numbers}.")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -85,7 +85,21 @@ def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
     text = reproduce(folder, asked_lengths=(470,))
     assert (folder / "report-470.md").read_text() == text and "## 470 tokens" in text and "## 430 tokens" not in text
     assert (folder / "report.md").read_text() == before
-    assert {path.name for path in (folder / "results").iterdir()} == {"needles-430.json", "needles-470.json"}
+    assert {path.name for path in (folder / "results").glob("*-4*0.json")} == {"needles-430.json", "needles-470.json"}
+
+
+def test_more_facts_have_three_lines_and_a_report_of_their_own(folder: Path) -> None:
+    text = reproduce(folder, asked_facts=(3,))
+    assert (folder / "report-facts-3.md").read_text() == text and "## 430 tokens, 3 facts" in text
+    assert "--facts 3" in text
+    rows = json.loads((folder / "results" / "needles-430-facts-3.json").read_text())["rows"]
+    assert list(dict.fromkeys(row["method"] for row in rows if row["metric"] == "recall")) == [
+        line.name for line in (needles.OURS, needles.FLOOR, needles.CEILING)
+    ]
+    usual = json.loads((folder / "results" / "needles-430.json").read_text())["rows"]
+    assert [row["value"] for row in rows if row["metric"] == "nats_per_token"] != [
+        row["value"] for row in usual if row["metric"] == "nats_per_token"
+    ][: len([row for row in rows if row["metric"] == "nats_per_token"])]
 
 
 def test_a_runs_own_folder_is_not_filled_with_others(folder: Path) -> None:

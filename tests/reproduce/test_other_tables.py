@@ -158,9 +158,11 @@ def test_after_ctrl_c_the_same_command_is_named(
     assert f"what was done is kept in {tmp_path}: the same command goes on." in err and "--resume" not in err
 
 
-def test_a_table_without_lengths_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_table_without_lengths_or_facts_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = called(capfd, "mmlu", "--scale", "tiny", "--lengths", "512", "--out", str(tmp_path))
     assert code == 2 and "the table mmlu has no prompt lengths" in err
+    code, _, err = called(capfd, "streaming", "--scale", "tiny", "--facts", "8", "--out", str(tmp_path))
+    assert code == 2 and "the table streaming has no facts in its prompts; leave it away" in err
 
 
 def test_a_table_that_is_just_begun_says_so(tmp_path: Path) -> None:

@@ -40,27 +40,30 @@ _GROWS = ("full attention",)
 _CLOSED = "candidates", "nats_per_token"
 
 
-def lines_at(tokens: int) -> tuple[Line, ...]:
-    """The lines that are measured at a prompt length."""
-    return LINES if tokens <= LONG_TOKENS else (OURS, FLOOR, CEILING)
+def lines_at(tokens: int, facts: int | None = None) -> tuple[Line, ...]:
+    """The lines that are measured at a prompt length, and at another number of facts than the scale's."""
+    return LINES if tokens <= LONG_TOKENS and facts is None else (OURS, FLOOR, CEILING)
 
 
-def changed_at(tokens: int) -> list[str]:
-    """The settings under which a run answers at a prompt length."""
+def changed_at(tokens: int, facts: int | None = None) -> list[str]:
+    """The settings under which a run answers at a prompt length and another number of facts than the scale's."""
     longer = [f"data.test={LONG_TEST}", "evaluation.batch=1"] if tokens > LONG_TOKENS else []
-    return [f"data.tokens={tokens}", *longer]
+    harder = [f"data.events={facts}"] if facts is not None else []
+    return [f"data.tokens={tokens}", *harder, *longer]
 
 
-def asked_at(tokens: int) -> Asked:
-    """The questions of a prompt length."""
-    return Asked(
-        f"needles-{tokens}", f"{tokens:,} tokens", lines_at(tokens), NEEDLES.metrics, tuple(changed_at(tokens)), tokens
-    )
+def asked_at(tokens: int, facts: int | None = None) -> Asked:
+    """The questions of a prompt length; with `facts` so many of the same kind, one of which is asked for."""
+    name, title = f"needles-{tokens}", f"{tokens:,} tokens"
+    if facts is not None:
+        name, title = f"{name}-facts-{facts}", f"{title}, {facts} facts"
+    changed = tuple(changed_at(tokens, facts))
+    return Asked(name, title, lines_at(tokens, facts), NEEDLES.metrics, changed, tokens)
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, measures each at every length, and gives the table after each."""
-    asked = [asked_at(tokens) for tokens in sitting.lengths]
+    asked = [asked_at(tokens, facts) for facts in sitting.asked_facts or (None,) for tokens in sitting.lengths]
     for found in answered(sitting, asked):
         reach = context_tokens(Run(sitting.out))
         shown = Shown(
@@ -135,7 +138,7 @@ _READING = (
 _TASK = ("data.task=needles", "evaluation.arms=[]")
 _LORA_METHODS = (WINDOW_LORA, FULL_LORA, FEDALA, FFA)
 
-_TINY = Scale(about="seconds", sets=(*_TASK, *settings.TINY_NEEDLES), lengths=(430,))
+_TINY = Scale(about="seconds", sets=(*_TASK, *settings.TINY_NEEDLES), lengths=(430,), facts=(2,))
 _SMALL = Scale(
     about="SmolLM2-135M from the public rules, trained at 224 tokens, asked at 1,024 and 2,048; 15 questions a client",
     sets=(
@@ -154,6 +157,7 @@ _SMALL = Scale(
         "evaluation.batch=4",
     ),
     lengths=(1024, 2048),
+    facts=(4,),
     own={method.name: ("training.local-lr=3e-3",) for method in _LORA_METHODS},
 )
 _PAPER = Scale(
@@ -174,6 +178,7 @@ _PAPER = Scale(
         "evaluation.batch=4",
     ),
     lengths=(1024, 2048, 4096),
+    facts=(4,),
     own={method.name: settings.paper_lora(16, "3e-4") for method in _LORA_METHODS},
 )
 TABLE = Table(

@@ -27,6 +27,7 @@ class Sitting:
         out: the folder of all its runs; the same folder goes on.
         given: settings from the command line; they win over all others.
         asked_lengths: prompt tokens to measure in place of the scale's; empty for the scale's.
+        asked_facts: how many facts a prompt hides, in place of the scale's; empty for the scale's.
         on_event: is told what happens.
     """
 
@@ -35,6 +36,7 @@ class Sitting:
     out: Path
     given: Sequence[str] = ()
     asked_lengths: Sequence[int] = ()
+    asked_facts: Sequence[int] = ()
     on_event: OnEvent = field(default=lambda event: None)
 
     @property
@@ -76,9 +78,10 @@ class Sitting:
     @property
     def command(self) -> str:
         """The command line that does this, and goes on with it."""
-        lengths = ["--lengths", ",".join(map(str, self.asked_lengths))] if self.asked_lengths else []
+        numbers = (("--lengths", self.asked_lengths), ("--facts", self.asked_facts))
+        asked = [word for option, own in numbers if own for word in (option, ",".join(map(str, own)))]
         sets = [word for one in self.given for word in ("--set", one)]
-        words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *lengths, *sets, "--out", str(self.out)]
+        words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *asked, *sets, "--out", str(self.out)]
         return shlex.join(words)
 
     def whole(self) -> Page:
@@ -114,10 +117,11 @@ class Sitting:
     def write(self, page: Page) -> Path:
         """Writes the table as it stands: `report.md`, and `results/NAME.json` for what was measured.
 
-        Other lengths than the scale's have a report of their own, so that neither command undoes the other's.
+        Other lengths or facts than the scale's have a report of their own, so that neither command undoes the other's.
         """
         folder = Run(self.out)
         facts = {"table": self.table.name, "scale": self.scale, "where": "measured here", "command": self.command}
         for name, rows in page.measured.items():
             folder.write_json(f"results/{name}.json", {**facts, "rows": list(rows)})
-        return folder.write_text("-".join(["report", *map(str, self.asked_lengths)]) + ".md", page.text)
+        parts = ["report", *self.asked_lengths, *(["facts", *self.asked_facts] if self.asked_facts else [])]
+        return folder.write_text("-".join(map(str, parts)) + ".md", page.text)

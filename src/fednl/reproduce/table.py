@@ -71,12 +71,14 @@ class Scale:
         about: what it takes: model, time, memory.
         sets: the settings of all its runs, `"section.key=value"` each.
         lengths: prompt tokens that are measured, where a table has lengths; else empty.
+        facts: how many facts a prompt hides, where a table hides any; else empty.
         own: by the name of a method, what it sets at this scale over its own settings.
     """
 
     about: str
     sets: tuple[str, ...]
     lengths: tuple[int, ...] = ()
+    facts: tuple[int, ...] = ()
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, method: Method) -> tuple[str, ...]:
