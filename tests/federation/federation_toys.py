@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fednl.federation.combine import WeightedMean
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.local import LocalPlan
 from fednl.federation.message import Message
-from fednl.federation.params import ClientState, Params
+from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.sharing import take_part
 from fednl.federation.transport import Endpoint, InProcessTransport, Reply
@@ -227,6 +227,23 @@ class Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         return self.run_folder.read_jsonl("rounds.jsonl")
+
+
+def in_parts(whole: Bench, parts: Bench, stops: Sequence[int]) -> tuple[Tampered, Tampered]:
+    """Runs the one at once and the other in parts, and checks that rules and clients' own parts are equal to the bit.
+
+    Returns:
+        The transports of the whole run and of the last part.
+    """
+    first = whole.transport()
+    expected = whole.run(first)
+    for after in stops:
+        parts.run(stop_after=after)
+    second = parts.transport()
+    assert equal(parts.run(second), expected)
+    for client in whole.sizes:
+        assert equal(first.states()[client], second.states()[client])
+    return first, second
 
 
 def plain_training(problem_of: Callable[[int], Regression], training: TrainingSettings, names: Iterable[str]) -> Params:

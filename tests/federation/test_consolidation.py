@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import SIZES, Bench, Bowl, descend
+from federation_toys import Bench, Bowl, descend, in_parts
 from pydantic import ValidationError
 
 from fednl.federation.algorithms import ALGORITHMS
@@ -172,14 +172,7 @@ def test_with_one_task_it_is_fedavg_to_the_bit_and_with_two_it_is_not(kind: str,
 def test_a_stream_of_tasks_resumes_to_the_bit_and_sends_rules_only(kind: str, tmp_path: Path) -> None:
     whole = stream(tmp_path / "a", ALGORITHMS[kind](shared="memory"), 1)
     parts = stream(tmp_path / "b", ALGORITHMS[kind](shared="memory"), 1)
-    first = whole.transport()
-    expected = whole.run(first)
-    for after in (1, 2):
-        parts.run(stop_after=after)
-    second = parts.transport()
-    assert equal(parts.run(second), expected)
-    for client in SIZES:
-        assert equal(first.states()[client], second.states()[client])
+    first, _ = in_parts(whole, parts, (1, 2))
     assert all(Message.from_bytes(reply.payload).extra == {} for reply in first.returned)
 
 

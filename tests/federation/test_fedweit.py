@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, Bowl, forge, start_params
+from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, Bowl, forge, in_parts, start_params
 from pydantic import ValidationError
 
 from fednl.federation.algorithms.fedavg import FedAvg
@@ -199,14 +199,7 @@ def test_training_on_a_new_task_ends_with_the_old_one_where_it_was_and_without_d
 
 def test_a_stream_resumes_to_the_bit_with_what_the_server_keeps_of_each_client(tmp_path: Path) -> None:
     whole, parts = stream(tmp_path / "a"), stream(tmp_path / "b")
-    first = whole.transport()
-    expected = whole.run(first)
-    for after in (1, 2):
-        parts.run(stop_after=after)
-    second = parts.transport()
-    assert equal(parts.run(second), expected)
-    for client in SIZES:
-        assert equal(first.states()[client], second.states()[client])
+    in_parts(whole, parts, (1, 2))
     servers = [load_newest(toy.path / "checkpoints") for toy in (whole, parts)]
     assert servers[0] is not None and servers[1] is not None
     assert equal(servers[0].server_state, servers[1].server_state)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_toys import SIZES, Bench, own_settings, start_params
+from federation_toys import SIZES, Bench, in_parts, own_settings, start_params
 
 from fednl.errors import CheckpointError
 from fednl.federation import checkpoint as checkpoint_module
@@ -163,13 +163,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(ALGORITHMS))
 def test_every_algorithm_resumes(tmp_path: Path, kind: str) -> None:
     whole, parts = bench(tmp_path / "a", kind), bench(tmp_path / "b", kind)
-    first, second = whole.transport(), parts.transport()
-    expected = whole.run(first)
-    for after in (1, 2):
-        parts.run(stop_after=after)
-    assert equal(parts.run(second), expected)
-    for client in SIZES:
-        assert equal(first.states()[client], second.states()[client])
+    in_parts(whole, parts, (1, 2))
 
 
 def change_seed(toy: Bench) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_models import LAYOUTS
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -58,6 +59,17 @@ def tiny() -> Callable[..., Any]:
 def tiny_tokenizer() -> Callable[..., Any]:
     """Builds a tokenizer of words w3, w4, ..."""
     return _tiny_tokenizer
+
+
+@pytest.fixture(params=sorted(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> str:
+    """A backbone by its layout, for context vectors."""
+    return str(request.param)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture

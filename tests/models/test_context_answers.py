@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_models import LAYOUTS, build, by_hand, filled, logits
+from context_models import build, by_hand, filled, logits
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -26,16 +26,6 @@ from fednl.problem import answer_nats
 
 ANSWER = ContextVectorSettings(start_lambda=0.0, inject="answer")
 PROMPTS, ANSWERS = (5, 2, 7), (2, 3, 1)
-
-
-@pytest.fixture(params=sorted(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def tokens() -> Tensor:
-    return torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(2))
 
 
 def batch_of(tokens: Tensor) -> dict[str, Tensor]:

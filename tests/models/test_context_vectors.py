@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_models import LAYOUTS, PLAIN, build, by_hand, filled, logits
+from context_models import PLAIN, build, by_hand, filled, logits
 from torch import Tensor
 
 from fednl.errors import BackboneError, NonFiniteError
@@ -24,16 +24,6 @@ from fednl.models.context_vectors import (
 )
 from fednl.models.lora import attach_lora, detach_lora
 from fednl.models.settings import ContextVectorSettings, LoraSettings
-
-
-@pytest.fixture(params=sorted(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def tokens() -> Tensor:
-    return torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
