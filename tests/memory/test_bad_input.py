@@ -206,9 +206,14 @@ def test_d21_masks_that_say_something_else_are_refused() -> None:
     for mask in (torch.full((2, 12), float("nan")), added, torch.full((2, 12), 0.5)):
         with pytest.raises(BackboneError, match="attention_mask holds numbers other than 0"):
             model(ids, attention_mask=mask)
+    documents = torch.tensor([[1] * 6 + [2] * 6] * 2)  # as some packers number them; each is to see itself only
+    for dtype in (torch.int64, torch.uint8):
+        with pytest.raises(BackboneError, match=r"numbers other than 0 .*which document a token is of by doc_ids"):
+            model(ids, attention_mask=documents.to(dtype), use_cache=False)
     keep = torch.ones(2, 12, dtype=torch.long)
     keep[0, :3] = 0
     expected = model(ids, attention_mask=keep, use_cache=False).logits
+    assert torch.equal(model(ids, attention_mask=keep.bool(), use_cache=False).logits, expected)
     assert torch.equal(model(ids, attention_mask=keep.float(), use_cache=False).logits, expected)
 
 

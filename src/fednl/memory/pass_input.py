@@ -70,10 +70,10 @@ def padding(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.devic
             f"attention_mask has shape {list(mask.shape)}; memory needs [batch, tokens] = [{batch}, {tokens}], "
             f"or [{batch}, {past + tokens}] with the {past} tokens already given."
         )
-    if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise BackboneError(
-            "attention_mask holds numbers other than 0 (padding) and 1 (real); memory needs which tokens are real, not "
-            "what is added to scores."
+            "attention_mask holds numbers other than 0 (padding) and 1 (real); memory needs which tokens are real: say "
+            "which document a token is of by doc_ids, and add nothing to scores."
         )
     keep: Tensor = mask[:, -tokens:].to(device).bool()
     return None if bool(keep.all()) else keep
