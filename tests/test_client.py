@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from fednl.client import Bench
 from fednl.errors import BackboneError, CheckpointError, MessageError, NonFiniteError
@@ -96,6 +96,18 @@ def test_a_backbone_that_is_not_recognised_is_named_with_its_key(tmp_path: Path,
     tokenizer.save_pretrained(folder)
     with pytest.raises(BackboneError, match=rf'^backbone\.id = "{folder}": .*opt.* use one of: llama'):
         train(settings(backbone).with_overrides([f"backbone.id={folder}"]), tmp_path / "run")
+
+
+def test_a_backbone_with_a_last_position_starts_fresh(tmp_path: Path, backbone: Path) -> None:
+    """The text that rules are centred on is longer than GPT-2 has positions for."""
+    tokenizer, folder = byte_tokenizer(), tmp_path / "gpt2"
+    size = {"vocab_size": len(tokenizer), "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 600}
+    GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=1)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    bench = Bench(settings(backbone).with_overrides([f"backbone.id={folder}"]))
+    shifts = [tensor for name, tensor in bench.start("own").items() if name.endswith((".centre", "_shift"))]
+    assert shifts and all(bool(tensor.any()) for tensor in shifts)
+    assert math.isfinite(bench.validate("federated", "passkey", bench.start("own"))[0])
 
 
 def test_what_is_said_while_loading_reaches_the_display(backbone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

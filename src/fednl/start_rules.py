@@ -13,8 +13,10 @@ from fednl.data.fillers import generated_text
 from fednl.errors import CheckpointError, FednlError
 from fednl.memory import MemoryConfig
 from fednl.memory.centre import centre
+from fednl.memory.families import last_position
 from fednl.memory.reduced import factored, unread
 from fednl.memory.rules_file import assign, check_backbone, check_settings, memory_settings, read_rules
+from fednl.memory.sites import attachment
 from fednl.models.backbone import Backbone
 from fednl.seeding import python_rng
 
@@ -40,8 +42,9 @@ def load_start(backbone: Backbone, live: Mapping[str, Tensor], memory: MemoryCon
     if memory.start == "fresh":
         if memory.rank or memory.keys == "context":
             text = generated_text(python_rng(CENTRE_SEED, "centre"), CENTRE_SENTENCES)
-            ids = encode_texts(backbone.tokenizer, [text])
-            centre(model, torch.tensor(ids, device=model.device))
+            # No more than the backbone has position embeddings for, where positions are learned.
+            ids = torch.tensor(encode_texts(backbone.tokenizer, [text]))[:, : last_position(attachment(model).decoder)]
+            centre(model, ids.to(model.device))
         return
     folder = PUBLIC / backbone.identity["name"] if memory.start == "public" else Path(memory.start)
     if memory.start == "public" and not folder.is_dir():
