@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from fednl.memory import (
     save_rules,
     save_state,
 )
-from fednl.memory.state_file import STATE_DESCRIPTION
+from fednl.memory.sites import attachment
+from fednl.memory.state_file import STATE_DESCRIPTION, rules_hash
 from memory.models import tiny, tokens, with_memory
 
 SETTINGS: list[dict[str, Any]] = [
@@ -184,6 +186,58 @@ def test_a_lora_is_part_of_what_wrote_it(tmp_path: Path) -> None:
         load_state(model, tmp_path)
 
 
+def test_what_learned_numbers_do_is_part_of_what_wrote_it(tmp_path: Path) -> None:
+    """A LoRA of another scale, or switched off, makes another model, and so do context vectors, or others."""
+    from fednl.models.context_vectors import attach_context, context_params, detach_context
+    from fednl.models.lora import attach_lora, lora_params
+    from fednl.models.settings import ContextVectorSettings, LoraSettings
+
+    def with_lora(alpha: float) -> Any:
+        model = with_memory()
+        attach_lora(model, LoraSettings(rank=2, targets="q_proj", alpha=alpha), seed=0)
+        with torch.no_grad():
+            for name, factor in lora_params(model).items():
+                factor.fill_(0.1 if name.endswith("lora_B") else 0.2)
+        return model
+
+    model = with_lora(2.0)
+    save_state(conversation(model), tmp_path / "lora")
+    assert load_state(with_lora(2.0), tmp_path / "lora").seen_tokens == 21
+    with pytest.raises(CheckpointError, match=r"written with other rules .*a LoRA's scale and context vectors count"):
+        load_state(with_lora(8.0), tmp_path / "lora")
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    with pytest.raises(CheckpointError, match="written with other rules"):
+        load_state(model, tmp_path / "lora")
+
+    model = with_memory()
+    save_state(conversation(model), tmp_path / "plain")
+    attach_context(model, ContextVectorSettings())
+    save_state(conversation(model), tmp_path / "context")
+    assert load_state(model, tmp_path / "context").seen_tokens == 21
+    with pytest.raises(CheckpointError, match="written with other rules"):
+        load_state(model, tmp_path / "plain")
+    with torch.no_grad():
+        context_params(model)["context.vectors"][1, 0, 0] += 1
+    with pytest.raises(CheckpointError, match="written with other rules"):
+        load_state(model, tmp_path / "context")
+    detach_context(model)
+    assert load_state(model, tmp_path / "plain").seen_tokens == 21
+    attach_context(model, ContextVectorSettings(inject="answer"))
+    with pytest.raises(CheckpointError, match="written with other rules"):
+        load_state(model, tmp_path / "context")
+
+
+def test_a_model_without_a_lora_has_the_hash_it_always_had() -> None:
+    """States that were saved before go on."""
+    model = with_memory()
+    digest = hashlib.sha256()
+    for name, rule in sorted(rules(model).items()):
+        digest.update(f"{name} {rule.dtype} {list(rule.shape)}\n".encode() + rule.detach().numpy().tobytes())
+    assert rules_hash(attachment(model)) == digest.hexdigest()
+
+
 def test_a_cache_without_its_memory_is_not_saved(tmp_path: Path) -> None:
     model = with_memory()
     cache = conversation(model)
@@ -195,8 +249,6 @@ def test_a_cache_without_its_memory_is_not_saved(tmp_path: Path) -> None:
 
 def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Replaces the tensors by changed ones, their hash put right, as nothing but a deliberate hand does."""
-    import hashlib
-
     (file,) = folder.glob("state-*.safetensors")
     tensors = load_file(file)
     change(tensors)

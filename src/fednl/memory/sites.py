@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,8 @@ RECURRENT = ("mamba",)
 ATTRIBUTE, FROZEN = "_fednl_attachment", "_fednl_frozen"
 KEEPS_FROZEN = "_fednl_keeps_frozen"
 """Set on a model by an adapter that is no part of its tree, while it needs the backbone frozen."""
+BESIDE = "_fednl_beside"
+"""Set on a decoder by such an adapter, while it changes what the decoder gives: a `Beside`."""
 
 
 class Removable(Protocol):
@@ -31,6 +33,19 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Takes it off."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What an adapter that is no part of a decoder's tree does to it.
+
+    Attributes:
+        how: its settings, as far as they change what it does.
+        tensors: its live numbers, by name.
+    """
+
+    how: str
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

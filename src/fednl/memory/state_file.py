@@ -22,7 +22,7 @@ from fednl.memory.attach import rules
 from fednl.memory.cache import LayerTensors, MemoryCache
 from fednl.memory.families import attentions, device_of, family_of, heads_of
 from fednl.memory.rules_file import backbone_identity, check_backbone, check_settings, memory_settings
-from fednl.memory.sites import Attachment, attachment
+from fednl.memory.sites import BESIDE, Attachment, attachment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +89,8 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
     """Reads a saved conversation, to go on with it exactly where it was.
 
     Only the same goes on the same: backbone and its dtype, memory settings (but for speed and where rules begin) and
-    every number of the rules must be those the state was written with. Neither model nor files are modified.
+    every number of the rules, of a LoRA with its scale and of context vectors must be those the state was written with.
+    Neither model nor files are modified.
 
     Args:
         model: a model with memory attached and its rules loaded.
@@ -129,9 +130,23 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
 
 
 def rules_hash(owner: Attachment) -> str:
-    """SHA-256 over names and exact values of all rules on a model: those of its memory, and of a LoRA if it has one."""
+    """SHA-256 over names and exact values of all that was learned on a model, and over what these do in it.
+
+    The rules of its memory; factors of a LoRA if it has one, with its scale, what of it is at work and what is merged
+    into the weights; context vectors and coefficients if there are any, with where they are injected.
+    """
     found = {name: p for name, p in owner.decoder.named_parameters() if "lora_" in name} | rules(owner.decoder)
     digest = hashlib.sha256()
+    for name, module in owner.decoder.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, dict) and hasattr(module, "lora_A"):  # PEFT's own layer; an attention's is a number
+            lora: Any = module
+            work = [sorted(scaling.items()), lora.active_adapters, lora.disable_adapters, lora.merged_adapters]
+            digest.update(f"{name} {json.dumps(work)}\n".encode())
+    beside = owner.decoder.__dict__.get(BESIDE)
+    if beside is not None:
+        digest.update(f"{beside.how}\n".encode())
+        found |= beside.tensors
     for name, parameter in sorted(found.items()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -203,8 +218,8 @@ def _check_written_by(description: dict[str, Any], owner: Attachment, model: Pre
     check_settings(owner.config, saved, folder, owner.num_layers, "memory state", MAY_DIFFER)
     if description.get("rules") != rules_hash(owner):
         raise CheckpointError(
-            f"The memory state in {folder} was written with other rules than this model has; load the rules it was "
-            "written with."
+            f"The memory state in {folder} was written with other rules than this model has (a LoRA's scale and "
+            "context vectors count too); load those it was written with."
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError
+from fednl.memory.sites import BESIDE, Beside
 from fednl.models.settings import ContextVectorSettings
 
 if TYPE_CHECKING:
@@ -60,11 +61,15 @@ class ContextInjection:
         trunk = trunk_of(model)
         self._handles.append(trunk.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(trunk.register_forward_hook(self._end))
+        self._trunk = trunk
+        tensors = {COEFFICIENTS: self.coefficients, VECTORS: self.vectors}
+        trunk.__dict__[BESIDE] = Beside(settings.inject, tensors)
 
     def remove(self) -> None:
         """Takes every hook off."""
         for handle in self._handles:
             handle.remove()
+        del self._trunk.__dict__[BESIDE]
 
     @contextmanager
     def reading(self, positions: Tensor) -> Iterator[Callable[[], Tensor]]:
