@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import stat
 from typing import Any
 
@@ -45,8 +46,8 @@ def test_losses_and_gradients_are_those_of_whole_passes(family: str, keys: str) 
         with cache.over(batch(rows)):
             found = loss_and_gradients(model, batch(rows))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-        seen.append((cache.whole, cache.given))
-    assert cache.layer == 2 and seen == [(1, 0), (2, 0), (2, 1), (2, 2)]
+        seen.append((cache.computed, cache.taken))
+    assert cache.layer == 2 and seen == [(2, 0), (4, 0), (4, 2), (4, 3)]
     assert torch.equal(loss_and_gradients(model, batch((1,)))[0], expected[0])
 
 
@@ -56,7 +57,7 @@ def test_the_same_batch_again_is_bit_equal() -> None:
     for _ in range(2):
         with cache.over(batch((0, 1, 2))):
             found.append(loss_and_gradients(model, batch((0, 1, 2))))
-    assert cache.given == 1 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert cache.taken == 3 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_layers_below_are_not_run() -> None:
@@ -97,7 +98,52 @@ def test_the_limit_holds_and_what_does_not_fit_is_computed() -> None:
         with cache.over(batch(rows)), torch.no_grad():
             model(**batch(rows), use_cache=False)
     assert (len(cache.kept), cache.kept.held_bytes) == (1, 20 * 32 * 4)
-    assert (cache.whole, cache.given) == (3, 1)
+    assert (cache.computed, cache.taken) == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keys", ["token", "context"])
+def test_nothing_depends_on_what_was_kept_before(keys: str, dtype: Any) -> None:
+    """A run that was taken up again, or a worker that has not met an example, computes the same bits."""
+    model, found = with_memory(layers="2", keys=keys, address_layer=1), []
+    for before in ([], [(0,), (1, 3)], [(1, 0), (2, 3)]):
+        for room in (0, 10**6):
+            cache = PrefixCache(model, PrefixSettings(cache="memory", dtype=dtype))
+            cache.kept.limit_bytes = room
+            for rows in (*before, (0, 1)):
+                with cache.over(batch(rows)):
+                    last = loss_and_gradients(model, batch(rows))
+            found.append(last)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_full_disk_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_memory(layers="2", keys="context")
+    cache, ram = PrefixCache(model, PrefixSettings(cache="disk")), PrefixCache(model, MEMORY)
+    assert cache.kept.folder is not None
+    with ram.over(batch((0, 1))):
+        expected = loss_and_gradients(model, batch((0, 1)))
+    with cache.over(batch((0,))):
+        loss_and_gradients(model, batch((0,)))
+    (first,) = cache.kept.folder.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # what is longer cannot be written
+    try:
+        with cache.over(batch((0, 1))):
+            found = loss_and_gradients(model, batch((0, 1)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert list(cache.kept.folder.iterdir()) == [first] and len(cache.kept) == 1
+    first.write_bytes(first.read_bytes()[:-1])  # and a file that something else has damaged is no error either
+    with cache.over(batch((0, 1))):
+        found = loss_and_gradients(model, batch((0, 1)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and cache.computed == 4
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **named: (_ for _ in ()).throw(OSError(28, "No space left")))
+    nowhere = PrefixCache(model, PrefixSettings(cache="disk"))
+    with nowhere.over(batch((0, 1))):
+        found = loss_and_gradients(model, batch((0, 1)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and len(nowhere.kept) == 0
 
 
 def test_bfloat16_takes_half_the_room_and_is_near() -> None:
@@ -112,13 +158,17 @@ def test_bfloat16_takes_half_the_room_and_is_near() -> None:
     assert 0 < abs(float(found[0][1] - found[1][1])) < 0.05
 
 
-def test_a_failed_pass_keeps_nothing_and_leaves_the_model_whole() -> None:
+def test_a_failed_pass_leaves_the_model_whole_and_one_below_keeps_nothing() -> None:
     model = with_memory("llama", layers="2")
     cache = PrefixCache(model, MEMORY)
-    for known in (False, True):
+    handle = model.model.layers[1].register_forward_pre_hook(lambda module, args: len(args) // 0)
+    with pytest.raises(ZeroDivisionError), cache.over(batch((0,))):
+        pass
+    handle.remove()
+    assert len(cache.kept) == 0
+    for _ in range(2):
         with pytest.raises(ZeroDivisionError), cache.over(batch((0,))):
             len(model.model.layers) // 0
-        assert len(cache.kept) == known
         with cache.over(batch((0,))):
             expected = loss_and_gradients(model, batch((0,)))
     torch.testing.assert_close(loss_and_gradients(model, batch((0,))), expected, atol=2e-5, rtol=1e-4)

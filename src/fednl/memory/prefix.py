@@ -1,8 +1,9 @@
 """The frozen prefix: what the layers below the first memory compute for an example is computed once.
 
-These layers never change while rules train, so neither does what they make of an example. A pass over examples that
-were all seen before begins at the first trained layer, with what is kept of them; any other pass runs whole, and what
-enters that layer is kept. Addresses are made of an early layer's inputs, so these are kept too.
+These layers never change while rules train, so neither does what they make of an example. A pass begins at the first
+trained layer, with what is kept of its examples; what is not kept is computed of each example alone, and goes on as it
+would be kept. So no result depends on room, nor on who computed what before. Addresses are made of an early layer's
+inputs, so these are kept too.
 
 What is kept is private text in another form. It stays in this process, or in a folder for its owner only that goes with
 it.
@@ -15,12 +16,13 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -47,6 +49,8 @@ def first_trained_layer(owner: Attachment) -> int:
 class Kept:
     """Activations by example, in memory or on disk, up to a limit; the first ones stay.
 
+    A disk that refuses costs time and nothing else: what is there stays, and no more is kept.
+
     Attributes:
         limit_bytes: no more than this is kept.
         folder: where, or `None` for memory; it is taken away when this object goes, at the latest with the process.
@@ -58,7 +62,7 @@ class Kept:
     held_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._tensors: dict[str, dict[str, Tensor] | None] = {}
+        self._tensors: dict[str, dict[str, Tensor] | int] = {}  # or how many bytes a file has of them
         if self.folder is not None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
@@ -68,10 +72,18 @@ class Kept:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def get(self, key: str) -> dict[str, Tensor]:
-        """What was kept of an example."""
-        held = self._tensors[key]
-        return load_file(self._file(key)) if held is None else held
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """What was kept of an example; None where nothing was, or its file is gone or damaged."""
+        held = self._tensors.get(key)
+        if not isinstance(held, int):
+            return held
+        try:
+            return load_file(self._file(key))
+        except (OSError, SafetensorError):
+            self._remove(key)
+            del self._tensors[key]
+            self.held_bytes -= held
+            return None
 
     def keep(self, key: str, tensors: dict[str, Tensor]) -> None:
         """Keeps an example's activations if there is room."""
@@ -79,17 +91,34 @@ class Kept:
         if key in self._tensors or self.held_bytes + size > self.limit_bytes:
             return
         if self.folder is not None:
-            save_file(tensors, self._file(key))
-        self._tensors[key] = None if self.folder is not None else tensors
+            try:
+                save_file(tensors, self._file(key))
+            except (OSError, SafetensorError):
+                self._remove(key)
+                self.limit_bytes = self.held_bytes
+                return
+        self._tensors[key] = tensors if self.folder is None else size
         self.held_bytes += size
+
+    def _remove(self, key: str) -> None:
+        with suppress(OSError):
+            self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{key}.safetensors"
 
 
+def _on_disk(settings: PrefixSettings) -> Kept:
+    """A new folder that only its owner can read; where there is no place for one, nothing is kept."""
+    try:
+        return Kept(settings.limit_mb * MEGABYTE, Path(tempfile.mkdtemp(prefix="fednl-prefix-")))
+    except OSError:
+        return Kept(0)
+
+
 class PrefixCache:
-    """Lets passes over known examples begin at the first trained layer.
+    """Lets passes begin at the first trained layer.
 
     Args:
         model: with everything attached that is to train.
@@ -98,7 +127,7 @@ class PrefixCache:
 
     Attributes:
         layer: where such passes begin.
-        whole, given: how many passes ran whole, and how many began there.
+        computed, taken: how many examples went through the layers below, and how many did not have to.
 
     Raises:
         BackboneError: no memory is attached.
@@ -115,15 +144,13 @@ class PrefixCache:
             )
         self._narrow = settings.dtype == "bfloat16"
         if kept is None:
-            # mkdtemp makes a folder that only its owner can read.
-            folder = Path(tempfile.mkdtemp(prefix="fednl-prefix-")) if settings.cache == "disk" else None
-            kept = Kept(settings.limit_mb * MEGABYTE, folder)
+            kept = _on_disk(settings) if settings.cache == "disk" else Kept(settings.limit_mb * MEGABYTE)
         self.kept = kept
-        self.whole = self.given = 0
+        self.computed = self.taken = 0
 
     @contextmanager
     def over(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within the block, a pass over `batch` without a cache uses what is kept, or adds to it.
+        """Within the block, passes over `batch` without a cache begin at the first trained layer.
 
         The model must not run in another thread meanwhile.
 
@@ -131,42 +158,47 @@ class PrefixCache:
             batch: `input_ids` and `attention_mask`, `[batch, tokens]`.
         """
         ids, real = batch["input_ids"], batch["attention_mask"].bool()
-        keys = [_key(row[there]) for row, there in zip(ids, real, strict=True)]
-        if all(key in self.kept for key in keys):
-            with self._begun(keys, real):
-                yield
-            self.given += 1
-        else:
-            caught: dict[str, Tensor] = {}
-            handle = self._block(self.layer).register_forward_pre_hook(_Catch(caught), with_kwargs=True)
-            try:
-                yield
-            finally:
-                handle.remove()
-            self.whole += 1
-            self._keep(keys, real, caught)
+        found = [self._of(row[there]) for row, there in zip(ids, real, strict=True)]
+        with self._begun(found, real):
+            yield
 
-    def _block(self, index: int) -> nn.Module:
-        block: nn.Module = getattr(self._owner.decoder, family_of(self._owner.decoder).blocks)[index]
-        return block
+    def _of(self, ids: Tensor) -> dict[str, Tensor]:
+        """What is kept of an example, `[tokens, width]` each; where nothing is, what would be."""
+        key = _key(ids)
+        found = self.kept.get(key)
+        if found is not None:
+            self.taken += 1
+            return found
+        self.computed += 1
+        made = {name: self._stored(x[0]) for name, x in self._below(ids).items()}
+        self.kept.keep(key, made)
+        return made
 
-    def _keep(self, keys: list[str], real: Tensor, caught: dict[str, Tensor]) -> None:
-        for row, key in enumerate(keys):
-            if caught and key not in self.kept:
-                rows = {name: x[row][real[row].to(x.device)] for name, x in caught.items()}
-                self.kept.keep(key, {name: self._stored(x) for name, x in rows.items()})
+    def _below(self, ids: Tensor) -> dict[str, Tensor]:
+        """What enters the first trained layer of an example alone, and what addresses are made of, as a batch."""
+        decoder, name = self._owner.decoder, family_of(self._owner.decoder).blocks
+        blocks: Any = getattr(decoder, name)
+        caught: dict[str, Tensor] = {}
+        end = _Passed(blocks[self.layer])
+        end.register_forward_pre_hook(_Catch(caught), with_kwargs=True)
+        setattr(decoder, name, nn.ModuleList([*blocks[: self.layer], end]))
+        try:
+            with torch.no_grad():
+                decoder(input_ids=ids.unsqueeze(0), use_cache=False)
+        finally:
+            setattr(decoder, name, blocks)
+        return caught
 
     def _stored(self, x: Tensor) -> Tensor:
         narrow = torch.bfloat16 if self._narrow and x.dtype.itemsize > 2 else x.dtype
         return x.to("cpu", narrow, copy=True).contiguous()
 
     @contextmanager
-    def _begun(self, keys: list[str], real: Tensor) -> Iterator[None]:
-        """Puts what is kept in the place of the blocks below."""
+    def _begun(self, found: list[dict[str, Tensor]], real: Tensor) -> Iterator[None]:
+        """Puts examples' activations in the place of the blocks below."""
         decoder, name = self._owner.decoder, family_of(self._owner.decoder).blocks
         blocks: Any = getattr(decoder, name)
-        like = next(self._block(self.layer).parameters())
-        found = [self.kept.get(key) for key in keys]
+        like = next(blocks[self.layer].parameters())
         filled = {part: _padded([one[part] for one in found], real, like) for part in found[0]}
         last = self.layer - 1
         below = [_Passed(block) for block in blocks[:last]] + [_Passed(blocks[last], filled["hidden"])]
