@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,42 @@ def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
 
 def rounds(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_results_go_when_training_goes_on_and_not_before(backbone: Path, tmp_path: Path) -> None:
+    path = train(settings(backbone, training={"rounds": 2}), tmp_path / "run").path
+    evaluate(path, overrides=["data.tokens=600", "evaluation.arms=['federated']"])
+    asked = json.loads((path / "config.json").read_text())
+
+    def resumed(rounds: int) -> dict[str, bytes]:
+        asked["training"]["rounds"] = rounds
+        (path / "config.json").write_text(json.dumps(asked))
+        with nullcontext() if rounds >= 2 else pytest.raises(CheckpointError):
+            resume(path)
+        return {file.name: file.read_bytes() for file in (path / "results").iterdir()}
+
+    before = {file.name: file.read_bytes() for file in (path / "results").iterdir()}
+    assert {"needles.json", "needles-600.json"} <= before.keys()
+    assert resumed(1) == before and resumed(2) == before
+    after = resumed(3)
+    assert "needles-600.json" not in after and after["needles.outcomes.jsonl"] != before["needles.outcomes.jsonl"]
+
+
+@pytest.mark.parametrize(("cache", "dtype"), [("off", "float32"), ("disk", "float32"), ("disk", "bfloat16")])
+def test_a_kept_prefix_leaves_no_trace_in_the_bits_of_a_run(
+    backbone: Path, tmp_path: Path, cache: str, dtype: str
+) -> None:
+    """A run that is taken up again has lost what was kept, and meets examples in other company."""
+    config = settings(backbone, training={"rounds": 2, "local-steps": 3}, prefix={"cache": cache, "dtype": dtype})
+    whole = train(config, tmp_path / "whole").path
+
+    def stop(facts: Any) -> None:
+        if facts["event"] == "round-start" and facts["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "stopped", stop)
+    assert same(final(whole), final(resume(tmp_path / "stopped").path))
 
 
 def test_measuring_resumes_arm_by_arm(backbone: Path, tmp_path: Path) -> None:

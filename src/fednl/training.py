@@ -179,7 +179,6 @@ def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
             check_data(run, facts)
             run.write_json(FILE, origin(config, facts))
             to_train = [name for name in trained_arms(config) if not _finished(run, config, name)]
-            forget(run, to_train)
             for name in to_train:
                 _train_arm(run, config, pool, facts, name, on_event)
             measure(run, config, pool, facts, on_event)
@@ -221,7 +220,12 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     if kind.pooled:
         settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1, "lora_ranks": ()})
 
+    outdated = [name]
+
     def tell(event: Mapping[str, Any]) -> None:
+        # Not before: whatever refuses to go on has done so by now, and its results stand.
+        if event["event"] == "round-start" and outdated:
+            forget(run, [outdated.pop()])
         on_event({"arm": name, **event})
 
     on_event({"event": "phase", "name": f"training: {name}", "arm": name})
