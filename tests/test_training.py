@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 import fednl
 from fednl.client import Bench
-from fednl.errors import CheckpointError, Interrupted, SettingsError
+from fednl.errors import CheckpointError, Interrupted, NonFiniteError, SettingsError
 from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.measures import NEEDLES
+from fednl.federation.params import Params
 from fednl.federation.wire import unpack
 from fednl.memory import MemoryCache
 from fednl.problem import ClientProblem
@@ -192,6 +193,40 @@ def test_no_memory_state_and_no_name_outside_the_allow_list_is_in_any_message(
     start = Bench(settings(backbone)).start("own")
     moved = {name for name, t in final(run.path).items() if not torch.equal(t, start[name])}
     assert {f"params/{name}" for name in moved} == allowed, "what is private must not move on the server"
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_gradients_are_where_the_rules_are_and_not_where_the_model_is(finite: bool) -> None:
+    """On an accelerator the two differ, and autograd refuses a gradient that lies elsewhere than its tensor."""
+
+    class Bench:
+        """What a problem needs of one; its model is on the CPU, and the rules come on a device without numbers."""
+
+        def train_examples(self, client: str, round: int) -> list[Any]:
+            return []
+
+        def put(self, params: Params) -> Params:
+            self.live = {name: torch.ones(tensor.shape, requires_grad=True) for name, tensor in params.items()}
+            return self.live
+
+        def nats(self, batch: Any) -> torch.Tensor:
+            if not finite:
+                raise NonFiniteError("NaN")
+            return self.live["a"].square().sum() + self.live["b"].sum()
+
+    rules = {name: torch.ones(3, device="meta", requires_grad=True) for name in ("a", "b", "unread")}
+    loss = ClientProblem(Bench(), "client", 1).loss(rules, {})  # type: ignore[arg-type]
+    penalised = loss + rules["a"].square().sum()  # as FedProx adds to it
+    gradients = torch.autograd.grad(penalised, list(rules.values()))
+    assert {tensor.device.type for tensor in (loss, *gradients)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("adapters", ["memory", "lora"])
+def test_a_run_on_an_accelerator_trains(backbone: Path, tmp_path: Path, adapters: str) -> None:
+    config = settings(backbone, federation={"adapters": adapters, "shared": "all"}, lora={"rank": 2})
+    assert config.backbone.device == "auto"
+    assert all(row["updated"] for row in rounds(train(config, tmp_path / "run").path))
 
 
 def test_gradient_through_the_problem_equals_plain_autograd(backbone: Path) -> None:

@@ -156,7 +156,7 @@ class Bench:
             batches = (
                 self.collated(examples[first : first + size], demonstrations) for first in range(0, len(examples), size)
             )
-            collected |= adapter.collect(batches, noise)
+            collected |= {name: tensor.cpu() for name, tensor in adapter.collect(batches, noise).items()}
         return collected
 
     def mount(self, setup: Setup) -> None:

@@ -87,19 +87,26 @@ class ClientProblem:
         return loss
 
     def run(self, params: Params, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Gives the loss at `params`, and its gradient for each of them in their order; NaN where there is none."""
+        """Gives the loss at `params`, and its gradient for each of them in their order; NaN where there is none.
+
+        Rules come in messages, on the CPU, whatever the backbone computes on: each gradient is where its tensor is, and
+        the loss where the first of them is.
+        """
         live = self._bench.put(params)
+        place = next(iter(params.values())).device
         with torch.enable_grad():
             try:
                 loss = self._bench.nats(batch)
             except NonFiniteError:  # the reply says so with its NaN, and the server refuses and counts it
-                none = torch.full((), math.nan, device=self._bench.model.device)
+                none = torch.full((), math.nan, device=place)
                 return none, [torch.full_like(tensor, math.nan) for tensor in params.values()]
             moved = [name for name in params if live[name].requires_grad]
             found = torch.autograd.grad(loss, [live[name] for name in moved], materialize_grads=True)
         gradients = dict(zip(moved, found, strict=True))
         # A client's LoRA may have fewer components than the model's.
-        return loss.detach(), [
-            gradients[name][tuple(map(slice, tensor.shape))] if name in gradients else torch.zeros_like(tensor)
+        return loss.detach().to(place), [
+            gradients[name][tuple(map(slice, tensor.shape))].to(tensor.device)
+            if name in gradients
+            else torch.zeros_like(tensor)
             for name, tensor in params.items()
         ]

@@ -175,7 +175,7 @@ def _score_group(model: nn.Module, group: Sequence[Example], last: Tensor, cache
         raise NonFiniteError(
             'the logits are not finite numbers: train with a smaller local-lr, or use dtype = "float32".'
         )
-    scored = zip(logprobs.double().tolist(), likeliest.tolist(), flat, strict=True)
+    scored = zip(logprobs.cpu().double().tolist(), likeliest.tolist(), flat, strict=True)
     rows = [(row[: len(ids)], hits[: len(ids)]) for row, hits, ids in scored]
     return [_outcome(example, rows[i * count : (i + 1) * count]) for i, example in enumerate(group)]
 

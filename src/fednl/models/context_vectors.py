@@ -169,12 +169,13 @@ def mean_outputs(
     Raises:
         NonFiniteError: as `read_outputs`.
 
-    Source: I2CL (arXiv 2405.14660), mean over demonstrations; IFed-ICL, equation 2. Summed in float64.
+    Source: I2CL (arXiv 2405.14660), mean over demonstrations; IFed-ICL, equation 2. Summed in float64, on
+        the CPU, as not every accelerator has it.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for batch in batches:
         outputs = read_outputs(model, {**batch, "positions": batch[settings.position]}, settings.clip_norm)
-        total, count = total + outputs.double().sum(0).cpu(), count + len(outputs)
+        total, count = total + outputs.cpu().double().sum(0), count + len(outputs)
     mean = total / count
     if settings.noise_std:
         mean = mean + settings.noise_std * torch.randn(mean.shape, generator=noise, dtype=mean.dtype)
