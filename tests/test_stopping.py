@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,7 @@ def whole(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def config(backbone: Path) -> Any:
-    return settings(backbone, training={"rounds": 2, "local-steps": 4})
+    return settings(backbone, training={"rounds": 2, "local-steps": 4}, prefix={"cache": "disk"})
 
 
 def bits(run: Run) -> list[bytes]:
@@ -49,8 +51,11 @@ AT_A_TERMINAL = (
 
 
 @contextmanager
-def command(*words: str) -> Iterator[subprocess.Popen[str]]:
+def command(*words: str, temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command at work, with a folder of its own for temporary files."""
+    temporary.mkdir()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, *words], **pipes) as process:  # type: ignore[call-overload]
         yield process
         process.kill()
@@ -64,14 +69,25 @@ def wait_for(process: subprocess.Popen[str], words: str) -> None:
     pytest.fail(f"the command ended before it said {words}")
 
 
+def wait_until_kept(temporary: Path) -> None:
+    """Until something private lies in the folder for temporary files."""
+    end_s = time.monotonic() + 60
+    while not any(temporary.rglob("*.safetensors")):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in temporary.glob("fednl-*")} == {0o700}
+
+
 @pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
 def test_ctrl_c_with_two_workers_ends_everything_and_resumes_to_the_same_bits(
     backbone: Path, whole: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "x.toml").write_text(config(backbone).to_toml())
-    run = tmp_path / "run"
-    with command("train", str(tmp_path / "x.toml"), "--out", str(run), "--set", "federation.parallel-clients=2") as it:
+    run, kept = tmp_path / "run", tmp_path / "temporary"
+    words = ["train", str(tmp_path / "x.toml"), "--out", str(run), "--set", "federation.parallel-clients=2"]
+    with command(*words, temporary=kept) as it:
         wait_for(it, "round 1 of 2")
+        wait_until_kept(kept)
         with pytest.raises(FednlError, match="another process is at work"):
             resume(run)
         it.send_signal(signal.SIGINT)
@@ -79,9 +95,22 @@ def test_ctrl_c_with_two_workers_ends_everything_and_resumes_to_the_same_bits(
         out, err = it.communicate(timeout=30)
     assert (it.returncode, out) == (1, "")
     assert err.count("\n") == 1 and f"fednl train --resume {run}" in err
+    assert not list(kept.glob("fednl-*")), "private activations must not outlive the run"
     assert not (run / "workers.json").exists() and (run / "final/params.safetensors").exists()
     fednl.load(run)
     assert bits(resume(run)) == bits(whole)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+def test_told_to_end_it_ends_as_after_ctrl_c_and_leaves_nothing_private(backbone: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(config(backbone).to_toml())
+    run, kept = tmp_path / "run", tmp_path / "temporary"
+    with command("train", str(tmp_path / "x.toml"), "--out", str(run), temporary=kept) as it:
+        wait_until_kept(kept)
+        it.send_signal(signal.SIGTERM)
+        out, err = it.communicate(timeout=30)
+    assert (it.returncode, out) == (1, "") and f"fednl train --resume {run}" in err
+    assert not list(kept.glob("fednl-*"))
 
 
 def test_a_start_that_fails_leaves_no_folder_in_the_way(backbone: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ Nothing heavy is imported until a verb needs it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -285,6 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
         os.environ.setdefault(name, value)
+    # Asked to end, it ends as after Ctrl-C: what was done is saved, and private files in the temp folder go.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = app(arguments, prog_name="fednl", standalone_mode=False)
     except click.ClickException as error:

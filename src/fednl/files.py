@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def sync_folder(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@contextlib.contextmanager
+def private_folder(prefix: str) -> Iterator[Path]:
+    """Makes a folder for this user only among the system's temporary ones, and takes it away with all that is in it.
+
+    Args:
+        prefix: what its name begins with.
+
+    Raises:
+        FednlError: there is no place for it.
+    """
+    with writing(Path(tempfile.gettempdir())):
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

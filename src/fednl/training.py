@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fednl.federation.pool import Job, WorkerPool
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
+from fednl.files import private_folder
 from fednl.measuring import changed_settings, forget, measure
 from fednl.measuring_stream import measure_stream
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
@@ -198,12 +199,15 @@ def _pool(run: Run, config: Config) -> Iterator[Pool]:
         yield InlinePool(handlers(config))
         return
     run.write_json("workers.json", config.to_dict())
-    pool = WorkerPool("fednl.worker", [str(run.path / "workers.json")], workers)
-    try:
-        yield pool
-    finally:
-        pool.close()
-        (run.path / "workers.json").unlink(missing_ok=True)
+    # Workers are killed, and so take away nothing of what they kept on disk.
+    with private_folder("fednl-workers-") if config.prefix.cache == "disk" else nullcontext() as folder:
+        env = {} if folder is None else dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
+        pool = WorkerPool("fednl.worker", [str(run.path / "workers.json")], workers, env)
+        try:
+            yield pool
+        finally:
+            pool.close()
+            (run.path / "workers.json").unlink(missing_ok=True)
 
 
 def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], name: str, on_event: OnEvent) -> None:
