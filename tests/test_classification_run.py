@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import fednl
 from fednl import stored_tasks
 from fednl.client import Bench
-from fednl.config import Config
+from fednl.config import Config, load_config
 from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import personal
 from fednl.models.context_injection import COEFFICIENTS, VECTORS
@@ -279,6 +280,21 @@ def test_a_stored_task_of_another_shape_is_refused(
     stored_tasks.store().put(Bench(config).task_key(), narrow)
     with pytest.raises(CheckpointError, match=r"vectors \[2, 2, 8\] for this task, and its model has \[2, 2, 16\]"):
         train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("algorithm", ["ifed-icl", "i2cl"])
+def test_a_task_without_demonstrations_is_refused_before_anything_loads(
+    backbone: Path, tmp_path: Path, algorithm: str
+) -> None:
+    config = settings(backbone, federation={"adapters": "context-vectors", "algorithm": algorithm, "shared": "context"})
+    file = tmp_path / "x.toml"
+    file.write_text(config.to_toml(), encoding="utf-8")
+    words = rf'\[data\] task = "needles" has no examples.*algorithm = "{algorithm}".*set task = "classification"'
+    with pytest.raises(SettingsError, match=f"{re.escape(str(file))}: {words}"):
+        load_config(file)
+    with pytest.raises(SettingsError, match=words):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
-from fednl.config_lora import check_adapters, check_lora
+from fednl.config_lora import check_adapters, check_demonstrated, check_lora
 from fednl.config_text import parse_override, read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
@@ -179,6 +179,22 @@ class Config(Section):
         settings: BaseModel = Checker("settings").section(name, self.method_class(name), self.algorithm)
         return settings
 
+    def check_training(self, where: str = "settings") -> None:
+        """Checks what training needs beyond what answering does: trained rules may be asked another task's questions.
+
+        Args:
+            where: what an error names as the place.
+
+        Raises:
+            SettingsError: the algorithm cannot train on the task.
+        """
+        from fednl.federation.algorithms import ALGORITHMS
+
+        try:
+            check_demonstrated(self.federation, self.data.task, ALGORITHMS[self.federation.algorithm].traits)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {error}") from None
+
     def to_dict(self) -> dict[str, Any]:
         """Gives every section with every key, defaults filled in; a value that is not set has no key."""
         table: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_OWN))
@@ -238,7 +254,9 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     Example:
         `load_config("configs/demo.toml", ["training.rounds=2", "run.seed=1"])`
     """
-    return _overridden(read_toml(Path(path)), str(path), overrides)
+    config = _overridden(read_toml(Path(path)), str(path), overrides)
+    config.check_training(str(path))
+    return config
 
 
 def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from fednl.data.tasks import DEMONSTRATED
 from fednl.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -35,6 +36,25 @@ def check_adapters(federation: FederationSettings, rank: int, traits: Traits) ->
         raise SettingsError(
             f'[federation] algorithm = "{federation.algorithm}" does not go with adapters = {json.dumps(adapters)}: '
             'context vectors are made by algorithm = "ifed-icl" or "i2cl", and these need adapters = "context-vectors".'
+        )
+
+
+def check_demonstrated(federation: FederationSettings, task: str, traits: Traits) -> None:
+    """Checks that context vectors can be read off the task's examples; to answer with them, any task does.
+
+    Args:
+        federation: the `[federation]` section.
+        task: `data.task`.
+        traits: the algorithm's.
+
+    Raises:
+        SettingsError: the examples cannot be shown with their answers.
+    """
+    if traits.needs_context and task not in DEMONSTRATED:
+        raise SettingsError(
+            f'[data] task = "{task}" has no examples that could be shown with their answers, which [federation] '
+            f'algorithm = "{federation.algorithm}" reads context vectors off: set task = "{DEMONSTRATED[0]}", or '
+            'algorithm = "fedavg" and adapters = "memory".'
         )
 
 

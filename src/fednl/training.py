@@ -171,6 +171,7 @@ def config_of(run: Run) -> Config:
 
 def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
     try:
+        config.check_training()
         check_settings(run, config)
         check_accounting(config.privacy)
         on_event(_LOADING)

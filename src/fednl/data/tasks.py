@@ -21,6 +21,8 @@ UNEVEN: dict[str, dict[str, str]] = {
     "needles": {"imbalance": "data.imbalance", "dirichlet-alpha": "data.dirichlet-alpha"},
     "classification": {"imbalance": "data.imbalance", "dirichlet-alpha": "classification.alpha"},
 }
+# Tasks whose examples can be shown with their answers (`fednl.data.examples.Demonstrated`), as context vectors need.
+DEMONSTRATED = ("classification",)
 _EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0}
 
 Build = Callable[..., dict[str, Any]]
