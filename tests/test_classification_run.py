@@ -247,10 +247,11 @@ def test_a_new_task_goes_on_from_the_coefficients_of_like_ones_and_says_so(
     monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
     told: list[str] = []
 
-    def trained(name: str, template: str, store: str = "near", rounds: int = 2) -> Run:
+    def trained(name: str, source: str, store: str = "near", rounds: int = 2) -> Run:
+        (tmp_path / source).write_bytes((backbone / "rows.jsonl").read_bytes())
         sections: dict[str, dict[str, Any]] = {
             "context-vectors": {"store": store},
-            "classification": {"template": template},
+            "classification": {"source": str(tmp_path / source)},
             "evaluation": {"arms": ["federated"]},
             "training": {"rounds": rounds},
         }
@@ -262,13 +263,65 @@ def test_a_new_task_goes_on_from_the_coefficients_of_like_ones_and_says_so(
     def coefficients(run: Run) -> torch.Tensor:
         return context_params(fednl.load(run.path)[0])[COEFFICIENTS]
 
-    first = trained("first", "{text} is {label}")
+    classification(backbone)  # writes the rows
+    first = trained("first", "a.jsonl")
     assert any("the store has no other task on this model" in text for text in told)
-    second = trained("second", "{text}: {label}")
+    second = trained("second", "b.jsonl")
     assert any("1 of 1 stored tasks on this model are like this one (cosine " in text for text in told)
     assert torch.equal(coefficients(second), coefficients(first))
-    trained("second-again", "{text}: {label}", rounds=1)
+    trained("second-again", "b.jsonl", rounds=1)
     assert any("the task is known" in text for text in told) and not any("like this one" in text for text in told)
+
+
+def test_another_seed_or_another_content_of_the_file_is_not_the_stored_task(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another seed draws other splits, so that what one run trained on may be what another is asked."""
+    monkeypatch.setenv("FEDNL_CACHE", str(tmp_path / "cache"))
+
+    def key(seed: int, source: str = "") -> Any:
+        own = {"source": source} if source else {}
+        return Bench(classification(backbone, run={"seed": seed}, classification=own)).task_key()
+
+    first, other, again = key(0), key(1), key(0)
+    assert first == again and first != other and first.texts == other.texts
+    text = (backbone / "rows.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    copied = key(0, str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text(text.replace("rain 1", "rain of 1"), encoding="utf-8")
+    changed = key(0, str(tmp_path / "rows.jsonl"))
+    assert copied.data != changed.data
+    numbers = {COEFFICIENTS: torch.ones(2, 2, 2), VECTORS: torch.ones(2, 2, 16)}
+    stored_tasks.store().put(first, numbers)
+    config = classification(
+        backbone,
+        run={"seed": 1},
+        **{"context-vectors": {"store": "near"}, "evaluation": {"arms": ["federated"]}, "training": {"rounds": 2}},
+    )
+    told: list[str] = []
+    run = train(config, tmp_path / "run", lambda event: told.append(str(event.get("text"))))
+    assert not any("the task is known" in text for text in told)
+    assert any("the store has no other task on this model" in text for text in told)
+    assert run.read_jsonl("rounds.jsonl")[0]["clients"][0]["steps"] == 0
+
+
+def test_vectors_are_read_under_the_start_rules_whatever_the_model_met_before(backbone: Path) -> None:
+    """A baseline must see nothing of a federated arm, and a run that is taken up again the same bits."""
+    for section in ({"memory": {"window-tokens": 0}}, {"lora": {"rank": 2}}):
+        kind = next(iter(section))
+        config = classification(
+            backbone,
+            federation={"adapters": [kind, "context-vectors"], "shared": "all"},
+            **{"context-vectors": {"store": "off"}, **section},
+        )
+        bench, fresh = Bench(config), Bench(config)
+        others = {name: tensor + 0.3 for name, tensor in bench.start("own").items()}
+        bench.put(others)
+        fresh.mount("own")
+        fresh.mount("bare")
+        fresh.mount("own")  # attached anew, with rules that nobody centred
+        found = [one.collect("client-01", 1)[VECTORS] for one in (bench, fresh)]
+        assert torch.equal(*found)
 
 
 def test_a_stored_task_of_another_shape_is_refused(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fednl.arms import (
     training_of,
 )
 from fednl.config import Config
-from fednl.data import Splits, Stream, collate, demonstrations, stream_task, task
+from fednl.data import Splits, Stream, collate, demonstrations, partition_rows, stream_task, task
 from fednl.errors import BackboneError, MessageError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.federation.frames import OnProgress
@@ -108,8 +109,14 @@ class Bench:
         settings = {} if own is None else own.model_dump(mode="json", by_alias=True)
         vocabulary = json.dumps(self.backbone.tokenizer.get_vocab(), sort_keys=True)
         template = {name: settings.pop(name, None) for name in ("template", "labels")}
+        name = self.config.data.task
+        texts = str(settings.get("source", name))
+        place = Path(texts).expanduser()  # one file under two names is one
+        rows = [[row.client, row.split, row.n, row.sha256] for row in partition_rows(self.data)]
         return TaskKey(
-            task=json.dumps([self.config.data.task, settings]),
+            task=json.dumps([name, settings]),
+            texts=str(place.resolve()) if place.exists() else texts,
+            data=hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
             backbone=json.dumps(self.backbone.identity),
             tokenizer=hashlib.sha256(vocabulary.encode()).hexdigest(),
             template=json.dumps(template),
@@ -118,6 +125,11 @@ class Bench:
             position=self.config.context_vectors.position,
             inject=self.config.context_vectors.inject,
         )
+
+    @property
+    def _mounted(self) -> Setup:
+        assert self._setup is not None, "mount before anything is asked of the model"
+        return self._setup
 
     @property
     def _injects(self) -> bool:
@@ -147,7 +159,12 @@ class Bench:
         return {name: t.to(self.model.device) for name, t in join(examples, pad).items()}
 
     def collect(self, client: str, round: int) -> Params:
-        """What the mounted adapters read off a client's training examples of a round, without training."""
+        """What the mounted adapters read off a client's training examples of a round, without training.
+
+        They read under the start rules, whatever rules the model met last, and what they read is on the CPU, as rules
+        in messages are.
+        """
+        self.put(self._start[self._mounted])
         # As many rows as a training step: in bfloat16 every other shape of a batch costs seconds to prepare.
         examples, size = self.train_examples(client, round), self.config.training.batch
         noise = torch_rng(self.config.run.seed, "context/noise", client)

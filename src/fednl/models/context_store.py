@@ -25,6 +25,7 @@ from fednl.models.context_injection import COEFFICIENTS, VECTORS
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 LIKE, TEMPERATURE = 0.8, 0.5
+_OF_THE_TASK = ("task", "texts", "data", "template")
 _TENSORS, _ENTRY = "params.safetensors", "entry.json"
 
 
@@ -33,7 +34,10 @@ class TaskKey:
     """What must be the same for vectors and coefficients to mean the same.
 
     Attributes:
-        task: names the task and its data.
+        task: names the task, with its settings.
+        texts: names the texts that its examples are drawn from.
+        data: a checksum of who holds which examples, in training and in test. Another seed draws others: what was
+            learned on one draw's training texts may be asked in another's test.
         backbone: the model with its revision or checksum, for example a backbone's `identity`, as JSON.
         tokenizer: a checksum of the tokenizer.
         template: the prompt's template with the labels' words.
@@ -44,6 +48,8 @@ class TaskKey:
     """
 
     task: str
+    texts: str
+    data: str
     backbone: str
     tokenizer: str
     template: str
@@ -59,8 +65,8 @@ class TaskKey:
 
     @property
     def model_digest(self) -> str:
-        """The same without task and template: entries that agree in it can start one another."""
-        return _digest({name: value for name, value in asdict(self).items() if name not in ("task", "template")})
+        """The same of the model alone: entries that agree in it, on other texts, can start one another."""
+        return _digest({name: value for name, value in asdict(self).items() if name not in _OF_THE_TASK})
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class ContextStore:
         averaged with weights of a softmax over these cosines, at temperature 0.5.
 
         Args:
-            key: the new task's; an entry of its own is left out, and so is every entry of another model, tokenizer,
+            key: the new task's; entries on the same texts are left out, for what they learned may be its test
+                questions, and so are those that do not say their texts, and every entry of another model, tokenizer,
                 number of layers, precision or position.
             coefficients: the new task's after a few steps, `[layers, 2, 2]`.
 
@@ -149,10 +156,10 @@ class ContextStore:
         compared: list[tuple[float, dict[str, Tensor]]] = []
         for place in sorted(self.folder.glob(f"*/{_ENTRY}")):
             entry, params = _read(place.parent)
-            if entry["model"] != key.model_digest or entry["key"] == asdict(key):
+            if entry["model"] != key.model_digest or entry["key"].get("texts", key.texts) == key.texts:
                 continue
             _check_shapes(place.parent, params, coefficients, compared[0][1] if compared else params)
-            pair = (params[COEFFICIENTS].flatten().double(), coefficients.detach().flatten().double().cpu())
+            pair = (params[COEFFICIENTS].flatten().double(), coefficients.detach().cpu().flatten().double())
             compared.append((float(torch.nn.functional.cosine_similarity(*pair, dim=0)), params))
         compared.sort(key=lambda one: -one[0])
         cosines = tuple(cosine for cosine, _ in compared)
