@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import stat
 from typing import Any
 
@@ -118,6 +117,7 @@ def test_nothing_depends_on_what_was_kept_before(keys: str, dtype: Any) -> None:
 
 
 def test_a_full_disk_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource: Any = pytest.importorskip("resource")  # not on Windows
     model = with_memory(layers="2", keys="context")
     cache, ram = PrefixCache(model, PrefixSettings(cache="disk")), PrefixCache(model, MEMORY)
     assert cache.kept.folder is not None
