@@ -155,7 +155,7 @@ def test_a_template_without_its_placeholders_is_refused(template: str) -> None:
             {},
             {},
             DataError,
-            r"has 1 texts of class 1 of 3 \(sorted\), and it takes 3",
+            "has 1 texts of class 1 of 3 (sorted), and it takes 3",
         ),
         ({"red": 60, "green": 60}, {}, {"labels": ("red", "blue=x")}, DataError, 'has 0 texts of the class "blue"'),
         (
@@ -163,7 +163,7 @@ def test_a_template_without_its_placeholders_is_refused(template: str) -> None:
             {},
             {"labels": ("red", "green")},
             DataError,
-            "leaves out 1 of the 3 classes that .* has, with 60 rows",
+            "leaves out 1 of the 3 classes",
         ),
         ({"red": 60}, {}, {}, DataError, "has one class only"),
         (

@@ -97,7 +97,7 @@ def _words(own: ClassificationSettings, rows: Sequence[LabelledText]) -> dict[st
         if counts[label] < len(SPLITS):
             raise DataError(
                 f"{own.source} has {counts[label]} texts of {own.called(label, list(words))}, and it takes "
-                f"{len(SPLITS)} to train, validate and test it; add some, or leave the class out in classification.labels."
+                f"{len(SPLITS)} to train, validate and test it; add some, or leave it out in classification.labels."
             )
     if missing := sorted(counts.keys() - words.keys()):
         raise DataError(
