@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fednl.data.classification_settings import ClassificationSettings, label_word
+from fednl.data.client_checks import check_clients
 from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Splits, Tokenizer
-from fednl.data.held_out import check_held_out
 from fednl.data.labelled_texts import LabelledText, read_labelled
 from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
@@ -82,7 +82,7 @@ def client_names(settings: DataSettings) -> list[str]:
         SettingsError: a held-out client does not take part, or no client is left to train.
     """
     names = numbered_clients(settings.clients)
-    check_held_out(settings, names)
+    check_clients(settings, names)
     return names
 
 
