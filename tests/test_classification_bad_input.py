@@ -32,11 +32,11 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "clients = 3": "clients = 1",
             },
             1,
-            "no client gets a training text of the class",
+            "no client gets a training text of class",
         ),
         ({"tokens = 40": "tokens = 9"}, 1, "its prompt has"),
         ({"rows.jsonl": "none.jsonl"}, 2, "which is not a file"),
-        ({"rows.jsonl": "few.jsonl"}, 1, 'has 1 texts of the class "snow", and it takes 3'),
+        ({"rows.jsonl": "few.jsonl"}, 1, "has 1 texts of class 2 of 3 (sorted), and it takes 3"),
         ({'adapters = ["context-vectors"]': 'adapters = ["memory"]'}, 2, '"ifed-icl" does not go with adapters'),
     ],
 )

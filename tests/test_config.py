@@ -56,12 +56,13 @@ def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
-    adapter = "context-vectors" if ALGORITHMS[algorithm].traits.needs_context else "memory"
+    reads = ALGORITHMS[algorithm].traits.needs_context
+    adapter, task = ("context-vectors", "classification") if reads else ("memory", "needles")
     first = load_config(
         write(
             f'[federation]\nalgorithm = "{algorithm}"\nadapters = "{adapter}"\n'
             '[lora]\nrank = 16\n[training]\noptimizer-state = "reset"\n'
-            f'[data]\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
+            f'[data]\ntask = "{task}"\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
         )
     )
     again = tmp_path / "again.toml"

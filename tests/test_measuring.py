@@ -64,19 +64,35 @@ def test_other_settings_never_overwrite_the_runs_own(backbone: Path) -> None:
         ("memory.window-tokens=0", "needles-window-tokens-0"),
         ("data.events=3", "needles-events-3"),
         ("evaluation.answer=letters", "needles-answer-letters"),
-        ("data.filler=/home/someone/my essays.txt", "needles-filler-my-essays.txt"),
+        ("data.filler=/home/someone/my essays.txt", "needles-filler-my-essays.txt-d3c07635"),
+        ("data.filler=/home/another/my essays.txt", "needles-filler-my-essays.txt-06cbf009"),
         ('data.hold-out-clients=["passkey"]', "needles-hold-out-clients-passkey"),
         ("evaluation.arms=['federated']", "needles"),
         ("evaluation.batch=2", "needles"),
         ("data.train=9", "needles"),
         ("data.task=public", "public"),
+        ("data.task=mmlu", "mmlu"),
+        ("data.task=mmlu mmlu.shots=5", "mmlu-shots-5"),
+        ("data.task=mmlu mmlu.template=harness", "mmlu-template-harness"),
     ]:
-        config = own.with_overrides([override])
+        config = own.with_overrides(override.split(" ") if "mmlu" in override else [override])
         assert results_name(config.data.task, changed_settings(own, config)) == name
     # What a task does not read of how examples are spread changes none of its questions.
     tailed, public = settings(backbone, data={"imbalance": 10.0}), settings(backbone, data={"task": "public"})
     assert changed_settings(tailed, public) == {}
     assert changed_settings(tailed, own) == {"data.imbalance": 1.0}
+
+
+def test_other_clients_answers_do_not_pass_for_those_asked_for(run: Run, tmp_path: Path) -> None:
+    """Three clients with four questions each: the answers of one are as many as those of another."""
+    copied = Run(Path(shutil.copytree(run.path, tmp_path / "copied")))
+    for client in ("passkey", "uuid-code"):
+        table = copied.read_json("config.json")
+        table["evaluation"]["clients"] = [client]
+        copied.write_json("config.json", table)
+        resume(copied.path)
+        answered = (copied.path / "results/needles.outcomes.jsonl").read_text().splitlines()
+        assert {json.loads(line)["client"] for line in answered} == {client}
 
 
 def test_rows_are_what_the_outcomes_say_by_hand(run: Run) -> None:

@@ -130,7 +130,7 @@ class Config(Section):
         try:
             check_uneven(config.data)
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
-            check_lora(algorithm, config.federation, config.training, config.combine, config.lora.rank, arm_rank)
+            check_lora(algorithm, config.federation, config.training, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
             check_prefix(config.prefix, config.memory, config.lora.rank)
             if config.tasks.order and config.privacy.mode == "central" and config.federation.clients_per_round:

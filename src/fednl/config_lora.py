@@ -10,7 +10,6 @@ from fednl.errors import SettingsError
 
 if TYPE_CHECKING:
     from fednl.federation.algorithms.fedavg import FedAvg
-    from fednl.federation.exchange import CombineSettings
     from fednl.federation.settings import FederationSettings, TrainingSettings
     from fednl.federation.traits import Traits
 
@@ -62,7 +61,6 @@ def check_lora(
     algorithm: FedAvg,
     federation: FederationSettings,
     training: TrainingSettings,
-    combine: CombineSettings,
     rank: int,
     arm_rank: int,
 ) -> None:
@@ -72,13 +70,12 @@ def check_lora(
         algorithm: with its own settings.
         federation: the `[federation]` section.
         training: the `[training]` section.
-        combine: the `[combine]` section.
         rank: `lora.rank`, 0 for no LoRA.
         arm_rank: the rank of the LoRA arm of a comparison, 0 if there is no such arm.
 
     Raises:
         SettingsError: the algorithm needs a LoRA, or a larger one, or may keep no optimiser state; or a client is to
-            have a rank that is not there; or the rule of combining is for factors of one rank.
+            have a rank that is not there.
     """
     name, traits = federation.algorithm, algorithm.traits
     if traits.needs_lora and rank == 0:
@@ -96,12 +93,6 @@ def check_lora(
         raise SettingsError(
             f'[training] optimizer-state = "{training.optimizer_state}", but algorithm = "{name}" gives '
             'clients other LoRA factors every round, for which kept moments mean nothing; set it to "reset".'
-        )
-    if (traits.averages_products or federation.lora_ranks) and not combine.is_plain:
-        what = f'algorithm = "{name}"' if traits.averages_products else "lora-ranks"
-        raise SettingsError(
-            f"[federation] {what} takes the mean of LoRA products, or of unlike ranks, which [combine] cannot bound: "
-            'set rule = "mean" and norm-cap = 0, or leave it out.'
         )
     most = own if rank else arm_rank
     for entry in federation.lora_ranks:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
@@ -27,6 +29,7 @@ from fednl.runs import Run
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 OUTCOMES = ".outcomes.jsonl"
+_LONGEST = 40
 AFTER = "@"
 """Parts an arm's name from the number of tasks after which it answered, in the outcomes of a stream."""
 # They change what is trained or how fast it is measured, not what a test question is.
@@ -36,24 +39,33 @@ _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
 
 def changed_settings(own: Config, config: Config) -> dict[str, Any]:
     """Gives the settings under which a run's rules meet other questions than the run's own, by `section.key`."""
+    task = config.data.task
     then, now = own.to_dict(), config.to_dict()
-    same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(config.data.task)}
+    if task != own.data.task and config.task_settings is not None:  # of another task, its defaults are the usual ones
+        then[task] = type(config.task_settings)().model_dump(mode="json", by_alias=True, exclude_none=True)
+    same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(task)}
     return {
         f"{section}.{key}": value
-        for section in ("data", "memory", "evaluation")
-        for key, value in now[section].items()
+        for section in ("data", "memory", "evaluation", task)
+        for key, value in now.get(section, {}).items()
         if value != then[section].get(key) and f"{section}.{key}" not in same
     }
 
 
 def results_name(task: str, changed: Mapping[str, Any]) -> str:
-    """Names a results file so that other settings never overwrite the run's own: `needles-640-events-6`."""
+    """Names a results file so that other settings never overwrite the run's own: `needles-640-events-6`.
+
+    What would not be told apart by its words (folders, which are left out, and long or strange text) ends in a digest.
+    """
     parts = [task]
     for name, value in changed.items():
         key = name.partition(".")[2]
-        text = Path(value).name if key == "filler" else "-".join(value) if isinstance(value, list) else str(value)
+        whole = "-".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(whole).name)[:_LONGEST]
+        if text != whole and name != "evaluation.clients":
+            text += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
         parts.append(text if key == "tokens" else f"{key}-{text or 'none'}")
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+    return "-".join(parts)
 
 
 def measure(
@@ -89,7 +101,7 @@ def measure(
     found = {
         arm: outcomes
         for arm, outcomes in earlier(path, on_event).items()
-        if len(outcomes) == sum(asked.get(arm, {}).values())
+        if Counter(one.client for one in outcomes) == Counter(asked.get(arm, {}))
     }
     for arm in config.evaluation.arms:
         if arm in found and arm not in afresh:

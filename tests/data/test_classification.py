@@ -150,16 +150,28 @@ def test_a_template_without_its_placeholders_is_refused(template: str) -> None:
             DataError,
             'has 0 texts of the class "blue"',
         ),
-        ({"red": 60, "green": 60, "blue": 1}, {}, {}, DataError, 'has 1 texts of the class "blue", and it takes 3'),
+        (
+            {"red": 60, "green": 60, "blue": 1},
+            {},
+            {},
+            DataError,
+            "has 1 texts of class 1 of 3 (sorted), and it takes 3",
+        ),
         ({"red": 60, "green": 60}, {}, {"labels": ("red", "blue=x")}, DataError, 'has 0 texts of the class "blue"'),
-        ({"red": 60, "green": 60, "blue": 60}, {}, {"labels": ("red", "green")}, DataError, 'leaves out "blue"'),
+        (
+            {"red": 60, "green": 60, "blue": 60},
+            {},
+            {"labels": ("red", "green")},
+            DataError,
+            "leaves out 1 of the 3 classes",
+        ),
         ({"red": 60}, {}, {}, DataError, "has one class only"),
         (
             {"red": 60, "green": 60, "blue": 60},
             {"clients": 1, "train": 2},
             {},
             DataError,
-            'no client gets a training text of the class "',
+            "no client gets a training text of class ",
         ),
         ({"red": 60, "green": 60}, {"train": 500}, {}, DataError, "has 120 different texts, and 2036 are asked for"),
         (
@@ -202,7 +214,9 @@ def test_labels_that_are_one_to_the_tokenizer_are_refused(source: str) -> None:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<unk>")
-    with pytest.raises(SettingsError, match='the labels "blue" and "green" have the same tokens'):
+    with pytest.raises(
+        SettingsError, match=r"class 1 of 3 \(sorted\) and class 2 of 3 \(sorted\) have the same tokens"
+    ):
         made(source, tokenizer=tokenizer)
 
 
@@ -232,5 +246,5 @@ def test_a_long_tail_over_classes_leaves_the_tests_balanced(tmp_path: Path) -> N
     assert most / fewest == pytest.approx(10, rel=0.15) and most / middle == pytest.approx(10**0.5, rel=0.15)
     assert set(Counter(one.task for splits in clients.values() for one in splits.test).values()) == {8}
     assert {len(splits.train) for splits in made(source, {"imbalance": 10.0, "train": 0}).values()} == {0}
-    with pytest.raises(DataError, match=r"data.imbalance = 10 takes \d+ training texts of the class .* are left"):
+    with pytest.raises(DataError, match=r"data.imbalance = 10 takes \d+ training texts of class . of 3 .* are left"):
         made(source, {"imbalance": 10.0, "train": 40})

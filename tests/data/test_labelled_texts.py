@@ -55,15 +55,17 @@ def test_columns_have_the_names_the_user_says_and_numbers_are_classes(tmp_path: 
     file = tmp_path / "r.jsonl"
     file.write_text('{"sentence": "a", "kind": 0}\n{"sentence": "b", "kind": 1}\n', encoding="utf-8")
     assert [one.label for one in read_labelled(str(file), "sentence", "kind")] == ["0", "1"]
-    with pytest.raises(DataError, match=r'row 1, has no column "text" \(it has: sentence, kind\)'):
+    with pytest.raises(DataError, match=r'row 1, has no column "text" among its 2 '):
         read_labelled(str(file))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", "text,text,label\nx,y,z\n", 'the column "text" twice'),
-        ("a.jsonl", '{"text": "SECRET", "text": "b", "label": "c"}\n', 'the column "text" twice'),
+        ("a.csv", "text,text,label\nx,y,z\n", "calls its columns 1 and 2 the same"),
+        ("a.csv", "SECRET,SECRET\nx,y\n", "calls its columns 1 and 2 the same"),
+        ("a.csv", "SECRET one,law\nSECRET two,law\n", 'has no column "text" among its 2 (does the first line name'),
+        ("a.jsonl", '{"text": "SECRET", "text": "b", "label": "c"}\n', "calls its columns 1 and 2 the same"),
         ("a.csv", "text,label\nSECRET\n", "line 2, has 1 fields and the header 2"),
         ("a.csv", 'text,label\n"SECRET,b\n', "is not readable"),
         ("a.jsonl", '{"text": "SECRET"\n', "line 1, is not JSON"),

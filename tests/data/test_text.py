@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from fednl.data import collate, fillers
+from fednl.data.client_names import RESERVED
 from fednl.data.documents import documents, shares
 from fednl.data.examples import Splits
 from fednl.data.fillers import load_filler, split_regions, tokenize
@@ -51,6 +52,14 @@ def test_a_client_holds_a_source_and_every_token_but_the_first_is_scored(tokeniz
     batch = collate(clients["law"].train[:4], 0)
     assert batch["input_ids"].shape == (4, TOKENS) and bool((batch["labels"][:, 0] == -100).all())
     assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_a_client_is_not_called_by_a_word_of_the_tables(tokenizer: Any, two: list[str], name: str) -> None:
+    """A client called "pooled" would train on everybody's texts, and one called "macro" vanish from the tables."""
+    taken = Path(two[0]).rename(Path(two[0]).with_name(f"{name}.txt"))
+    with pytest.raises(SettingsError, match=f'a client would be called "{name}"'):
+        made(tokenizer, [str(taken), two[1]])
 
 
 def test_splits_and_clients_of_one_source_share_no_sentence(tokenizer: Any, two: list[str]) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from fednl.evaluation.cohort import cohort_rows
+from fednl.data.client_names import RESERVED
+from fednl.evaluation.cohort import COHORT, cohort_rows
 from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.rows import result_rows
+from fednl.evaluation.rows import MACRO, result_rows
 from fednl.report.cohort import cohort_table
 
 CLIENTS = {"ada": [1.0, 1.0, 0.0, 1.0], "bob": [0.0, 0.0, 0.0, 1.0], "cyd": [1.0, 0.0, 1.0, 0.0]}
 GROUPS = {"head": ["ada"], "middle": ["cyd"], "tail": ["bob", "held out"]}
+
+
+def test_no_client_is_called_what_a_row_is_called() -> None:
+    assert {MACRO, "pooled", *COHORT} <= RESERVED
 
 
 @pytest.mark.parametrize(("higher_is_better", "worst", "value"), [(True, "bob", 0.25), (False, "ada", 0.75)])

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_a_few_wins_that_a_coin_would_give_are_no_clear_difference() -> None:
     assert row["low"] > 0
     assert row["p"] == 0.125
     assert row["verdict"] == "no clear difference"
+
+
+def test_one_loss_a_client_has_no_interval_and_no_verdict() -> None:
+    """Six gaps of -0.1 and one of +0.3 are seven numbers that never vary within a client: no certainty."""
+    gaps = dict(zip("abcdefg", [-0.101] * 6 + [0.299], strict=True))
+    ours = [replace(one, nats_per_token=1 + gaps[one.client]) for one in outcomes({name: [1] for name in gaps})]
+    rows = made(federated=ours, **{"window-only": outcomes({name: [1] for name in gaps})})
+    losses = [row for row in rows if "nats_per_token" in (row["metric"], row.get("of"))]
+    assert any(row["metric"] == "difference" for row in losses)
+    assert not any({"low", "high", "verdict"} & row.keys() for row in losses)
 
 
 def test_pairing_is_by_question_not_by_order() -> None:

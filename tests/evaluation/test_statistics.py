@@ -3,14 +3,18 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize
 from scipy.stats import binomtest, norm
 
 from fednl.evaluation.statistics import (
     Difference,
     bootstrap_mean,
+    has_spread,
     macro_difference,
     macro_mean,
     mcnemar,
@@ -100,9 +104,38 @@ def test_perfect_scores_are_no_certainty() -> None:
     ours = macro_mean({"a": [1.0] * 30, "b": [1.0] * 30}, seed=0, bounds=(0.0, 1.0))
     exact = binomtest(60, 60).proportion_ci(method="exact")
     assert (ours.low, ours.high) == pytest.approx((exact.low, 1.0))
-    uneven = macro_mean({"a": [1.0] * 30, "b": [1.0] * 5}, seed=0, bounds=(0.0, 1.0))
-    assert uneven.low == pytest.approx(binomtest(10, 10).proportion_ci(method="exact").low)
     assert bootstrap_mean([2.0] * 4, seed=0).low == 2.0
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [{"a": (1, 5), "b": (0, 5)}, {"a": (1, 30), "b": (1, 5)}, {"a": (1, 4), "b": (0, 9), "c": (0, 6)}],
+)
+def test_the_widened_interval_reaches_the_farthest_shares_that_could_still_look_like_this(
+    clients: dict[str, tuple[int, int]],
+) -> None:
+    """Against a search over the shares of outcomes that were not seen, client by client."""
+    ours = macro_mean({name: [float(value)] * n for name, (value, n) in clients.items()}, 0, bounds=(0.0, 1.0))
+    sizes = np.array([n for _, n in clients.values()])
+
+    def farthest(weights: NDArray[np.float64]) -> float:
+        found = minimize(
+            lambda shares: -float(weights @ shares),
+            np.full(len(sizes), 0.01),
+            bounds=[(0.0, 0.999)] * len(sizes),
+            constraints={"type": "ineq", "fun": lambda s: float(sizes @ np.log1p(-s)) - math.log(0.025)},
+        )
+        return -float(found.fun) / len(sizes)
+
+    right = np.array([float(value) for value, _ in clients.values()])
+    assert ours.high == pytest.approx(right.mean() + farthest(1 - right), abs=1e-5)
+    assert ours.low == pytest.approx(right.mean() - farthest(right), abs=1e-5)
+
+
+def test_a_client_with_one_loss_gives_no_interval_to_any_average() -> None:
+    assert not has_spread({"a": [0.1, 0.2], "b": [0.3]})
+    assert has_spread({"a": [0.1, 0.2], "b": [0.3, 0.1], "c": []})
+    assert not has_spread({})
 
 
 def test_identical_arms_show_no_difference() -> None:

@@ -54,6 +54,17 @@ def claims(layout: dict[str, dict[str, object]]) -> None:
     layout[f"params/{WRITE}"] |= {"shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}
 
 
+def no_list(layout: dict[str, dict[str, object]]) -> None:
+    """A number of no dimensions, whose shape is a word."""
+    layout[f"params/{GATE}"]["shape"] = ""
+
+
+def endless(layout: dict[str, dict[str, object]]) -> None:
+    """A count of steps that no float holds."""
+    header = layout["__metadata__"]
+    header["fednl"] = str(header["fednl"]).replace('"steps": ', '"steps": 1e999, "more": ')
+
+
 def impossible(layout: dict[str, dict[str, object]]) -> None:
     """Sides whose product is nothing, and whose steps no integer holds."""
     layout["params/x"] = {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}
@@ -80,6 +91,8 @@ REFUSED: dict[str, tuple[str, Attack]] = {
     "another coding": ("dtype", lambda r: [forge(r, coding="int8-deltas")]),
     "a header that lies about a size": ("malformed", lambda r: [replace(r, payload=rewritten(r.payload, claims))]),
     "a shape that cannot be": ("malformed", lambda r: [replace(r, payload=rewritten(r.payload, impossible))]),
+    "a shape that is no list": ("malformed", lambda r: [replace(r, payload=rewritten(r.payload, no_list))]),
+    "endless steps": ("malformed", lambda r: [replace(r, payload=rewritten(r.payload, endless))]),
     "a header longer than the message": ("malformed", lambda r: [replace(r, payload=b"\xff" * 7 + b"\x00{}")]),
     "ten times the bytes": ("too-large", lambda r: [replace(r, payload=r.payload + bytes(10**6))]),
     "a stale round": ("stale-round", lambda r: [forge(r, round=0, params=everywhere(1e6))]),

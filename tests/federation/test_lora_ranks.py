@@ -9,8 +9,10 @@ from fednl.errors import SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.flexlora import FlexLora
 from fednl.federation.algorithms.scaffold import Scaffold
+from fednl.federation.exchange import CombineSettings, Exchange, check_exchange
 from fednl.federation.lora_ranks import Ranks, check_ranks, cut, padded
 from fednl.federation.params import Params, equal
+from fednl.federation.settings import FederationSettings
 
 A, B, GATE = "layers.0.q_proj.lora_A", "layers.0.q_proj.lora_B", "layers.0.memory.gate.bias"
 
@@ -62,3 +64,15 @@ def test_what_makes_no_sense_is_refused(algorithm: FedAvg, shared: list[str], en
     params = full()
     with pytest.raises(SettingsError, match=words):
         check_ranks(algorithm, {name: params[name] for name in shared}, params, entries, ["name-date", "passkey"])
+
+
+@pytest.mark.parametrize("combine", [CombineSettings(rule="median"), CombineSettings(norm_cap=0.1)])
+@pytest.mark.parametrize(
+    ("algorithm", "federation"),
+    [(FlexLora(shared="lora"), FederationSettings()), (FedAvg(shared="all"), FederationSettings(lora_ranks=("a=1",)))],
+)
+def test_what_bounds_rules_one_by_one_does_not_fit_products_or_unlike_ranks(
+    algorithm: FedAvg, federation: FederationSettings, combine: CombineSettings
+) -> None:
+    with pytest.raises(SettingsError, match="which \\[combine\\] cannot bound"):
+        check_exchange(Exchange(combine=combine), federation, algorithm.traits)

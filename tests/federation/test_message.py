@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,7 @@ def test_a_header_that_lies_about_its_size_is_refused_before_allocation() -> Non
 
 
 SPAN = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+HEADER = {"__metadata__": {"fednl": json.dumps(unpack(MESSAGE.to_bytes())[1])}}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,8 @@ SPAN = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         raw({"params/w": {**SPAN, "shape": [-1]}}, bytes(4)),
         raw({"params/w": {**SPAN, "shape": [True]}}, bytes(4)),
         raw({"params/w": {**SPAN, "shape": "1"}}, bytes(4)),
+        raw({"params/w": {**SPAN, "shape": ""}, **HEADER}, bytes(4)),
+        raw({"params/w": {**SPAN, "shape": {}}, **HEADER}, bytes(4)),
         raw({"params/w": {**SPAN, "shape": [1] * 99}}, bytes(4)),
         raw({"params/w": [1]}, bytes(4)),
         raw(b'{"params/w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' * 1 + b'"params/w":{}}', bytes(4)),
@@ -174,6 +178,30 @@ def test_malformed_bytes_are_refused(buffer: bytes) -> None:
 def test_fields_of_another_kind_are_refused(field: dict[str, Any]) -> None:
     header = unpack(MESSAGE.to_bytes())[1]
     assert code_of(pack({}, {**header, **field})) == "malformed"
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_metric_without_a_size_is_refused(number: str) -> None:
+    header = unpack(MESSAGE.to_bytes())[1]
+    text = json.dumps({**header, "metrics": {"steps": 0.125}}).replace("0.125", number)
+    assert code_of(raw({"__metadata__": {"fednl": text}})) == "malformed"
+
+
+@given(st.data())
+def test_a_header_of_anything_that_json_holds_is_read_or_refused(data: st.DataObject) -> None:
+    """One field of the header, or of a tensor's description, is any JSON value."""
+    anything = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=4,
+    )
+    header, span = unpack(MESSAGE.to_bytes())[1], dict(SPAN)
+    part = data.draw(st.sampled_from([header, header["metrics"], span]))
+    part[data.draw(st.sampled_from(sorted(part)))] = data.draw(anything)
+    buffer = raw({"params/w": span, "__metadata__": {"fednl": json.dumps(header)}}, bytes(4))
+    for read in (Message.from_bytes, Message.outline):
+        with contextlib.suppress(MessageError):
+            assert all(math.isfinite(value) for value in read(buffer).metrics.values())
 
 
 def test_a_missing_field_is_refused() -> None:

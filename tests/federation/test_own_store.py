@@ -11,6 +11,7 @@ from federation_toys import PROJECTION, SIZES, Bench, start_params
 
 from fednl.errors import CheckpointError
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.exchange import Exchange, PrivacySettings
 from fednl.federation.message import Message
 from fednl.federation.own_store import OwnStore
 from fednl.federation.params import equal
@@ -102,6 +103,21 @@ def test_another_question_in_an_earlier_round_is_trained_from_the_state_before_i
     ):
         _ask(store, asked[1])
     _ask(store, Message(params, round=1, client="ada", run="another"))  # a run of its own begins without a state
+
+
+def test_under_local_noise_no_second_question_of_a_round_is_answered(tmp_path: Path) -> None:
+    """Each answer would spend privacy that the server's count of rounds does not show."""
+    settings = PrivacySettings(mode="local", noise_multiplier=1.0, clip=0.1, noise_seed=1)
+    toy = Bench(tmp_path / "run", algorithm=FedAvg(shared="memory"), exchange=Exchange(privacy=settings))
+    store, endpoint = store_of(toy, tmp_path / "disk")
+    params = {name: tensor for name, tensor in start_params().items() if name != PROJECTION}
+    asked = [Message(params, round=round, client="ada", run="r") for round in (1, 2)]
+    replies = [_ask(store, message) for message in asked]
+    assert [_ask(store, message) for message in asked] == replies
+    other = Message({name: tensor + 1 for name, tensor in params.items()}, round=1, client="ada", run="r")
+    with pytest.raises(CheckpointError, match="Round 1 was asked again with other rules"):
+        _ask(store, other)
+    assert [_ask(store, message) for message in asked] == replies and endpoint.done == [("ada", 1), ("ada", 2)]
 
 
 def _ask(store: OwnStore, message: Message) -> bytes:

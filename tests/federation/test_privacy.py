@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import CombineSettings, Exchange, PrivacySettings, TrafficSettings, check_exchange
 from fednl.federation.message import Message
-from fednl.federation.params import equal, norm, subtract
+from fednl.federation.params import Params, equal, norm, shortened, subtract
 from fednl.federation.privacy import PrivateRound, PrivateSum, noisy
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.traits import Traits
@@ -162,6 +163,29 @@ def test_local_noise_is_the_clients_own_and_comes_once_a_round(tmp_path: Path) -
     assert not any(equal(first, other) for other in others)
     quiet = noisy(trained, start, LOCAL.model_copy(update={"noise_multiplier": 1e-9}), 5, "ada", 1)
     assert norm(subtract(quiet, start)) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_no_two_answers_share_their_noise() -> None:
+    """Noise that went by the round alone would cancel between two answers to one round."""
+    settings = LOCAL.model_copy(update={"noise_multiplier": 50.0})
+    start, other = start_params(), {name: tensor + 0.5 for name, tensor in start_params().items()}
+
+    def noise(begin: Params, moved: float) -> Params:
+        trained = {name: tensor + moved for name, tensor in begin.items()}
+        found = noisy(trained, begin, settings, 5, "ada", 2)
+        return subtract(subtract(found, begin), shortened(subtract(trained, begin), settings.clip))
+
+    drawn = [noise(start, 1e-3), noise(other, 1e-3), noise(start, 2e-3)]
+    for first, second in itertools.combinations(drawn, 2):
+        assert norm(subtract(first, second)) > 0.5 * norm(first)
+    central = PrivacySettings(mode="central", noise_multiplier=50.0, clip=1.0)
+    moved = []
+    for updates in ([update(0.1, 0.0)], [update(0.1, 0.0), update(0.0, 0.1)]):  # the second time one more comes
+        total = PrivateSum(central, Spent(7, 1.0), 4, 1).starting_from({"w": torch.zeros(2)})
+        for one in updates:
+            total.add(one)
+        moved.append(total.result().params)
+    assert norm(subtract(*moved)) > 1.0
 
 
 def test_g09_a_client_with_few_examples_shares_nothing(tmp_path: Path) -> None:

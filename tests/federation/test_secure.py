@@ -158,6 +158,31 @@ def test_a_client_does_not_help_a_sum_of_too_few() -> None:
             answer(STAGES[3], {"secure/present": torch.tensor(few, dtype=torch.uint8)}, sent, 1, 1.0)
 
 
+def test_of_three_clients_no_two_open_a_sum() -> None:
+    """Each of two would know the other's change."""
+    made = [hold({"w": torch.ones(2)}, {}, 1) for _ in range(3)]
+    keys = torch.stack([sent["secure/keys"] for sent, _ in made])
+    _, ready = answer(STAGES[1], {"secure/keys": keys, "secure/position": torch.tensor(0)}, made[0][1], 1, 1.0)
+    letters = {"secure/shares": torch.zeros(3, 164, dtype=torch.uint8)}
+    _, sent = answer(STAGES[2], {**letters, "secure/present": torch.ones(3, dtype=torch.uint8)}, ready, 1, 1.0)
+    with pytest.raises(MessageError):
+        answer(STAGES[3], {"secure/present": torch.tensor([1, 1, 0], dtype=torch.uint8)}, sent, 1, 1.0)
+
+
+def test_three_clients_of_whom_one_is_lost_before_its_numbers_make_no_sum(tmp_path: Path) -> None:
+    three = dict(list(FIVE.items())[:3])
+    toy = Bench(tmp_path, sizes=three, exchange=SECURE, training=TrainingSettings(rounds=1))
+    lost = sorted(three)[-1]
+
+    def lose(replies: list[Reply]) -> list[Reply]:
+        codings = {Message.from_bytes(reply.payload).coding for reply in replies}
+        return [r for r in replies if r.client != lost] if STAGES[2] in codings else replies
+
+    with pytest.raises(FednlError, match="None of the 1 rounds"):
+        toy.run(toy.transport(lose))
+    assert "2 of 3 clients" in toy.rows()[0]["reason"]
+
+
 def test_a_client_refuses_another_round_another_place_and_forged_letters() -> None:
     keys, states = held()
     given = {"secure/keys": keys, "secure/position": torch.tensor(0)}
@@ -326,6 +351,8 @@ def test_the_server_keeps_no_single_update(tmp_path: Path) -> None:
 def test_noise_and_masks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednl.federation.accounting.check_accounting", lambda settings: None)
     monkeypatch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
+    # Masks round the sum, and another sum has other noise: here both have the same.
+    monkeypatch.setattr("fednl.federation.privacy._keyed", lambda secret, start, change: secret)
     privacy = PrivacySettings(mode="central", clip=0.05, noise_multiplier=1.0, noise_seed=3)
     masked = privacy.model_copy(update={"secure": True, "secure_range": 0.05})
     found, toy, _ = run(tmp_path / "masked", Exchange(combine=UNIFORM, privacy=masked))

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
         "address-layer": 2,
         "address-rank": 0,
         "mixing": "additive",
-        "start": "fresh",
+        "start": "/home/someone/private/rules",
         "window-tokens": 64,
         "sink-tokens": 4,
     },

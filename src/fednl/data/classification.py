@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fednl.data.classification_settings import ClassificationSettings, label_word
+from fednl.data.client_checks import check_clients
 from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Splits, Tokenizer
-from fednl.data.held_out import check_held_out
 from fednl.data.labelled_texts import LabelledText, read_labelled
 from fednl.data.long_tail import scaled_long_tail
 from fednl.data.partition import dirichlet
@@ -55,7 +55,7 @@ def build(
     rows = read_labelled(own.source, own.text, own.label, own.split)
     words = _words(own, rows)
     template = Template(own, tokenizer, list(words.values()), settings.tokens)
-    taken = _draw(settings, rows, words, seed)
+    taken = _draw(settings, rows, words, seed, own)
     labels = list(words)
     trained = [name for name in names if name not in settings.hold_out_clients]
     shares = dirichlet([row.label for row in taken["train"]], trained, own.alpha, seed, least=own.least)
@@ -82,7 +82,7 @@ def client_names(settings: DataSettings) -> list[str]:
         SettingsError: a held-out client does not take part, or no client is left to train.
     """
     names = numbered_clients(settings.clients)
-    check_held_out(settings, names)
+    check_clients(settings, names)
     return names
 
 
@@ -96,13 +96,13 @@ def _words(own: ClassificationSettings, rows: Sequence[LabelledText]) -> dict[st
     for label in words:
         if counts[label] < len(SPLITS):
             raise DataError(
-                f'{own.source} has {counts[label]} texts of the class "{label}", and it takes {len(SPLITS)} to train, '
-                "validate and test it; add some, or leave the class out in classification.labels."
+                f"{own.source} has {counts[label]} texts of {own.called(label, list(words))}, and it takes "
+                f"{len(SPLITS)} to train, validate and test it; add some, or leave it out in classification.labels."
             )
     if missing := sorted(counts.keys() - words.keys()):
         raise DataError(
-            f'classification.labels leaves out "{missing[0]}", which {own.source} has {counts[missing[0]]} times; name '
-            "it, or remove those rows."
+            f"classification.labels leaves out {len(missing)} of the {len(counts)} classes that {own.source} has, with "
+            f"{sum(counts[label] for label in missing)} rows; name them, or remove those rows."
         )
     if len(words) < 2:
         raise DataError(f"{own.source} has one class only, so there is nothing to tell apart.")
@@ -110,7 +110,11 @@ def _words(own: ClassificationSettings, rows: Sequence[LabelledText]) -> dict[st
 
 
 def _draw(
-    settings: DataSettings, rows: Sequence[LabelledText], words: dict[str, str], seed: int
+    settings: DataSettings,
+    rows: Sequence[LabelledText],
+    words: dict[str, str],
+    seed: int,
+    own: ClassificationSettings,
 ) -> dict[str, list[LabelledText]]:
     """Takes the three splits out of the rows, each row once."""
     rng = python_rng(seed, "classification/draw")
@@ -136,29 +140,34 @@ def _draw(
         python_rng(seed, f"classification/deal/{split}").shuffle(rows_of)
     rest = [row for some in left.values() for row in some]
     rng.shuffle(rest)
-    taken["train"] = _long_tailed([*kept, *rest], list(words), wanted["train"], settings.imbalance, seed)
+    taken["train"] = _long_tailed([*kept, *rest], words, wanted["train"], settings.imbalance, seed, own)
     if settings.train and (absent := [label for label in words if label not in {r.label for r in taken["train"]}]):
         raise DataError(
-            f'no client gets a training text of the class "{absent[0]}" when there are {wanted["train"]} of them; '
-            "raise data.train."
+            f"no client gets a training text of {own.called(absent[0], list(words))} when there are {wanted['train']} "
+            "training texts; raise data.train."
         )
     return taken
 
 
 def _long_tailed(
-    rows: Sequence[LabelledText], labels: Sequence[str], number: int, imbalance: float, seed: int
+    rows: Sequence[LabelledText],
+    words: Mapping[str, str],
+    number: int,
+    imbalance: float,
+    seed: int,
+    own: ClassificationSettings,
 ) -> list[LabelledText]:
     """The first rows, with the source's shares of the classes, or with a long tail over them."""
     if imbalance == 1:
         return list(rows[:number])
-    wanted = scaled_long_tail(labels, number, imbalance, seed)
-    counts = {label: max(min(1, number), wanted[label]) for label in labels}
-    taken = {label: [row for row in rows if row.label == label][: counts[label]] for label in labels}
+    wanted = scaled_long_tail(list(words), number, imbalance, seed)
+    counts = {label: max(min(1, number), wanted[label]) for label in words}
+    taken = {label: [row for row in rows if row.label == label][: counts[label]] for label in words}
     for label, found in taken.items():
         if len(found) < counts[label]:
             raise DataError(
-                f"a long tail with data.imbalance = {imbalance:g} takes {counts[label]} training texts of the class "
-                f'"{label}", and {len(found)} are left; lower data.train or data.imbalance.'
+                f"a long tail with data.imbalance = {imbalance:g} takes {counts[label]} training texts of "
+                f"{own.called(label, list(words))}, and {len(found)} are left; lower data.train or data.imbalance."
             )
     return [row for found in taken.values() for row in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -67,6 +68,15 @@ class ClassificationSettings(Section):
                 f"name at least two classes, each with a word of its own, or one of: {', '.join(WELL_KNOWN)}"
             )
         return value
+
+    def called(self, name: str, names: Sequence[str]) -> str:
+        """What an error calls a class or its word: by its place, unless `labels` names it, as it may be private text.
+
+        Args:
+            name: the class, or its word.
+            names: all of them, in the order in which they are offered.
+        """
+        return f'the class "{name}"' if self.labels else f"class {names.index(name) + 1} of {len(names)} (sorted)"
 
 
 def label_word(entry: str) -> tuple[str, str]:

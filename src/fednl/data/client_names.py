@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RESERVED = frozenset({"pooled", "macro", "worst", "spread", "head", "middle", "tail"})
+"""What runs and tables call other things than a client: the pooled learner, averages, groups of clients."""
 _WIDTH = 2  # so that a tenth client changes no name, and with it no random stream, of the nine before it
 
 

@@ -71,8 +71,8 @@ def _checked(row: Mapping[str, Any], text: str, label: str, source: str, number:
     for key, column in (("text", text), ("label", label)):
         if column not in row:
             raise DataError(
-                f'{source}, row {number}, has no column "{column}" (it has: {", ".join(map(str, row))}): set '
-                f"classification.{key} to the right name."
+                f'{source}, row {number}, has no column "{column}" among its {len(row)} (does the first line name the '
+                f"columns?): set classification.{key} to the right name."
             )
     content, kind = row[text], row[label]
     if not isinstance(content, str) or not content.strip():
@@ -136,9 +136,10 @@ def _json_rows(content: str, whole: bool, source: str) -> Iterator[Mapping[str, 
 
 
 def _refuse_twice(names: list[str], source: str) -> None:
-    twice = [name for index, name in enumerate(names) if name in names[:index]]
+    # Counted, not named: without a line of names, the first row's texts stand here.
+    twice = [(names.index(name) + 1, number) for number, name in enumerate(names, 1) if name in names[: number - 1]]
     if twice:
-        raise DataError(f'{source} has the column "{twice[0]}" twice; rename one of them.')
+        raise DataError(f"{source} calls its columns {twice[0][0]} and {twice[0][1]} the same; rename one of them.")
 
 
 def _hub_rows(source: str, path: Path, split: str, label: str) -> Iterator[Mapping[str, Any]]:

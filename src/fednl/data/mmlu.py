@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from fednl.data.client_checks import check_clients
 from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
-from fednl.data.held_out import check_held_out
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
@@ -159,7 +159,7 @@ def client_names(settings: DataSettings, known: Sequence[str]) -> list[str]:
             f"data.clients is {settings.clients}, but mmlu.groups has {len(known)}: {', '.join(known)}; lower it."
         )
     names = list(known[: settings.clients])
-    check_held_out(settings, names)
+    check_clients(settings, names)
     return names
 
 

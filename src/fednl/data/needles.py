@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fednl.data.client_checks import check_clients
 from fednl.data.client_names import numbered_clients
 from fednl.data.examples import Encoded, Event, NeedleExample, Splits, Tokenizer, encode_needles
 from fednl.data.fillers import SPLITS, load_filler, split_regions
 from fednl.data.haystack import check_budget, place
-from fednl.data.held_out import check_held_out
 from fednl.data.long_tail import long_tail
 from fednl.data.mixtures import apportion, mixtures
 from fednl.data.needle_clients import CLIENTS
@@ -45,7 +45,7 @@ def client_names(settings: DataSettings) -> list[str]:
             f" set it to at most {len(names)}."
         )
     names = names[: settings.clients]
-    check_held_out(settings, names)
+    check_clients(settings, names)
     return names
 
 
@@ -154,7 +154,7 @@ def _without_training(settings: DataSettings, plan: _Plan) -> _Plan:
 
 def _numbered(settings: DataSettings) -> Sequence[str]:
     names = numbered_clients(settings.clients)
-    check_held_out(settings, names)
+    check_clients(settings, names)
     return names
 
 

@@ -78,8 +78,8 @@ class Template:
         for i, ids in enumerate(self._labels):
             if ids in self._labels[:i]:
                 raise SettingsError(
-                    f'the labels "{words[self._labels.index(ids)]}" and "{words[i]}" have the same tokens; choose '
-                    "other words in classification.labels."
+                    f"{own.called(words[self._labels.index(ids)], words)} and {own.called(words[i], words)} have the "
+                    "same tokens; choose other words in classification.labels."
                 )
 
     def _continuation(self, tail: str, label: str) -> tuple[int, ...]:

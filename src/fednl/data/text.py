@@ -10,11 +10,11 @@ from pathlib import PurePath
 
 from pydantic import Field, field_validator
 
+from fednl.data.client_checks import check_clients
 from fednl.data.documents import shares, spread
 from fednl.data.examples import Splits, Tokenizer
 from fednl.data.fillers import SPLITS, STANDARD_LIBRARY, load_filler, split_regions
 from fednl.data.haystack import Region
-from fednl.data.held_out import check_held_out
 from fednl.data.settings import DataSettings
 from fednl.errors import SettingsError
 from fednl.section import Section
@@ -93,7 +93,7 @@ def build(
     if settings.tokens < 2:
         raise SettingsError(f"data.tokens is {settings.tokens}: the first is given, so take at least 2.")
     holders = client_sources(settings, own)
-    check_held_out(settings, list(holders))
+    check_clients(settings, list(holders))
     counts = Counter(holders.values())
     parts = {source: _parts(source, tokenizer, settings.tokens, number, seed) for source, number in counts.items()}
     clients = {}

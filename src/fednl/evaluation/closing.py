@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fednl.evaluation.statistics import LEVEL, Interval, macro_difference, macro_resamples
+from fednl.evaluation.statistics import LEVEL, Interval, has_spread, macro_difference, macro_resamples
 
 Values = Mapping[str, Sequence[float]]
 
@@ -24,7 +24,8 @@ def share_closed(ours: Values, floor: Values, ceiling: Values, seed: int, resamp
         resamples: bootstrap resamples.
 
     Returns:
-        The share; None where the 95% interval of ceiling minus floor holds 0: then there is no way to go a share of.
+        The share; None where the 95% interval of ceiling minus floor holds 0: then there is no way to go a share of. Or
+            where a client has one outcome, which does not vary.
 
     Raises:
         ValueError: the three do not hold the same clients with the same numbers of outcomes.
@@ -33,7 +34,7 @@ def share_closed(ours: Values, floor: Values, ceiling: Values, seed: int, resamp
     """
     gap = macro_difference(ceiling, floor, seed, LEVEL, resamples)
     gain = macro_difference(ours, floor, seed, LEVEL, resamples)
-    if gap.low <= 0 <= gap.high:
+    if gap.low <= 0 <= gap.high or not has_spread(ours):
         return None
     drawn = [macro_resamples(values, seed, resamples) for values in (ours, floor, ceiling)]
     with np.errstate(divide="ignore", invalid="ignore"):

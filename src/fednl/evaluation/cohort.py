@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fednl.evaluation.statistics import LEVEL, macro_mean
+from fednl.evaluation.statistics import LEVEL, has_spread, macro_mean
 
 WORST, SPREAD = "worst", "spread"
 COHORT = (WORST, SPREAD, "head", "middle", "tail")
@@ -65,7 +65,8 @@ def _over(
     seed: int,
     resamples: int,
 ) -> dict[str, Any]:
-    interval = macro_mean({member: clients[member] for member in members}, seed, LEVEL, resamples, bounds)
+    own = {member: clients[member] for member in members}
+    interval = macro_mean(own, seed, LEVEL, resamples, bounds)
     row: dict[str, Any] = {"client": name, "of": list(members), "value": interval.value, "n": interval.n}
-    # One loss has no spread to resample, so it stands without an interval rather than with one of no width.
-    return row | ({"low": interval.low, "high": interval.high} if interval.n > 1 else {})
+    told = bounds is not None or has_spread(own)
+    return row | ({"low": interval.low, "high": interval.high} if told else {})

@@ -22,6 +22,7 @@ from fednl.evaluation.statistics import (
     UNDECIDED,
     Interval,
     bootstrap_mean,
+    has_spread,
     macro_difference,
     macro_mean,
     mcnemar,
@@ -153,7 +154,7 @@ def _arm_rows(
 ) -> list[Row]:
     if METRICS[metric].kind == "f1":
         whole = f1_interval(_answers(clients), seed, resamples=resamples)
-        return [_row(arm, MACRO, metric, whole, ()) | {"clients": len(clients)}]
+        return [_row(arm, MACRO, metric, whole, {}) | {"clients": len(clients)}]
     values = _values(clients, metric)
     counted = METRICS[metric].kind == "share"
     rows = []
@@ -163,11 +164,10 @@ def _arm_rows(
             interval = Interval(correct / len(found), *wilson(correct, len(found)), len(found))
         else:
             interval = bootstrap_mean(found, seed, resamples=resamples)
-        rows.append(_row(arm, client, metric, interval, found))
+        rows.append(_row(arm, client, metric, interval, {client: found}))
     bounds = (0.0, 1.0) if counted else None
     macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
-    outcomes = [value for found in values.values() for value in found]
-    rows.append(_row(arm, MACRO, metric, macro, outcomes) | {"clients": len(values)})
+    rows.append(_row(arm, MACRO, metric, macro, values) | {"clients": len(values)})
     kinds = _values(_by_kind(clients), metric)
     own = kinds if any(name in kinds for names in groups.values() for name in names) else None
     cohort = cohort_rows(
@@ -183,12 +183,11 @@ def _by_kind(clients: Clients) -> dict[str, list[Outcome]]:
     return kinds
 
 
-def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Sequence[float]) -> Row:
+def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Mapping[str, Sequence[float]]) -> Row:
     row: Row = {"method": arm, "client": client, "metric": metric, "value": interval.value, "n": interval.n}
     if METRICS[metric].kind == "share":
-        row["correct"] = int(sum(outcomes))
-    # One loss has no spread to resample, so it stands without an interval rather than with one of no width.
-    if METRICS[metric].kind != "loss" or interval.n > 1:
+        row["correct"] = int(sum(map(sum, outcomes.values())))
+    if METRICS[metric].kind != "loss" or has_spread(outcomes):
         row |= {"low": interval.low, "high": interval.high}
     return row
 
@@ -201,6 +200,8 @@ def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) 
     else:
         gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if kind == "share" else None)
     row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
+    if kind == "loss" and not has_spread(x):
+        return row
     row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=METRICS[metric].higher_is_better)}
     if kind == "share":
         row["p"] = mcnemar(*([value > 0 for client in x for value in arm[client]] for arm in (x, y)))

@@ -147,7 +147,8 @@ def macro_mean(
 
     Each client's outcomes are resampled within the client. Where no resample differs (each client's outcomes
     are all alike) and `bounds` are given, the interval is widened to the means that would still produce such
-    outcomes with probability at least (1 - level) / 2: thirty right of thirty is not a certainty.
+    outcomes with probability at least (1 - level) / 2, spread over the clients so that the mean moves farthest: thirty
+    right of thirty is not a certainty.
 
     Args:
         values: client -> its outcomes, finite numbers; a client without outcomes is left out of the average.
@@ -167,7 +168,7 @@ def macro_mean(
     means = macro_resamples(values, seed, resamples)
     low, high = (float(end) for end in np.quantile(means, [(1 - level) / 2, (1 + level) / 2]))
     if bounds is not None and all(stratum.min() == stratum.max() for stratum in strata.values()):
-        low, high = _widened(value, bounds, len(strata) * min(map(len, strata.values())), level)
+        low, high = _widened(strata, value, bounds, level)
     return Interval(value, low, high, sum(map(len, strata.values())))
 
 
@@ -190,6 +191,17 @@ def macro_resamples(values: Mapping[str, Sequence[float]], seed: int, resamples:
     for name, stratum in strata.items():
         means += _resampled_means(stratum, resamples, seed_of(seed, "bootstrap", name))
     return means / len(strata)
+
+
+def has_spread(values: Mapping[str, Sequence[float]]) -> bool:
+    """Says whether losses have an interval: every client has two outcomes or more.
+
+    A single loss does not vary from resample to resample, so that it would count as certain.
+
+    Args:
+        values: client -> its outcomes; a client without outcomes does not count.
+    """
+    return min((len(found) for found in values.values() if len(found)), default=0) > 1
 
 
 def paired_bootstrap(
@@ -265,12 +277,29 @@ def _resampled_means(stratum: NDArray[np.float64], resamples: int, seed: int) ->
     return np.concatenate(blocks)
 
 
-def _widened(value: float, bounds: tuple[float, float], n: int, level: float) -> tuple[float, float]:
-    """What n like outcomes leave open: at most 1 - ((1 - level) / 2)^(1/n) of all outcomes are others.
+def _widened(
+    strata: Mapping[str, NDArray[np.float64]], value: float, bounds: tuple[float, float], level: float
+) -> tuple[float, float]:
+    """How far the macro average can be from `value`, where each client's outcomes are all alike."""
+    sizes, means = [len(stratum) for stratum in strata.values()], [float(stratum[0]) for stratum in strata.values()]
+    down = _farthest(sizes, [mean - bounds[0] for mean in means], level)
+    up = _farthest(sizes, [bounds[1] - mean for mean in means], level)
+    return value - down / len(strata), value + up / len(strata)
 
-    With several clients n is their number times the smallest one's outcomes: the product of the clients'
-    shares is largest when they are equal, so this bounds every way of spreading other outcomes over the
-    clients.
+
+def _farthest(sizes: Sequence[int], weights: Sequence[float], level: float) -> float:
+    """The largest sum of `weight * share` at which the clients' outcomes still show none of the shares of others.
+
+    That has probability `prod (1 - share)^size`, which is to be (1 - level) / 2. Where a share is not 0, the marginal
+    costs agree: `1 - share = scale * size / weight`.
     """
-    unseen = 1.0 - ((1.0 - level) / 2) ** (1.0 / n)
-    return value - unseen * (value - bounds[0]), value + unseen * (bounds[1] - value)
+    budget = math.log((1.0 - level) / 2)
+    moved = [(size, weight) for size, weight in zip(sizes, weights, strict=True) if weight > 0]
+    while moved:
+        total = sum(size for size, _ in moved)
+        scale = (budget - math.fsum(size * math.log(size / weight) for size, weight in moved)) / total
+        kept = [(size, weight) for size, weight in moved if scale + math.log(size / weight) < 0]
+        if len(kept) == len(moved):
+            return math.fsum(weight - math.exp(scale) * size for size, weight in moved)
+        moved = kept
+    return 0.0

@@ -159,6 +159,12 @@ def check_exchange(exchange: Exchange, federation: FederationSettings, traits: T
             f'[federation] algorithm = "{federation.algorithm}" sends more than rules, which [combine] cannot bound: '
             'set rule = "mean" and norm-cap = 0, or another algorithm.'
         )
+    if (traits.averages_products or federation.lora_ranks) and not combine.is_plain:
+        what = f'algorithm = "{federation.algorithm}"' if traits.averages_products else "lora-ranks"
+        raise SettingsError(
+            f"[federation] {what} takes the mean of LoRA products, or of unlike ranks, which [combine] cannot bound: "
+            'set rule = "mean" and norm-cap = 0, or leave it out.'
+        )
     asked = asked or federation.clients_per_round
     if 0 < asked < combine.fewest:
         raise SettingsError(

@@ -125,7 +125,7 @@ class MaskedRound:
         for client, reply in self._ask(2, letters, size):
             sums.add(client, reply["masked"])
             came.append(client)
-        if self._lost(len(came), sums.needed, size, "sent masked numbers", mean):
+        if self._lost(len(came), max(sums.needed, FEWEST_MASKED), size, "sent masked numbers", mean):
             return self.ledger
         last = self._letter(3, present=sums.places(came))
         opened = {client: reply["opened"] for client, reply in self._ask(3, dict.fromkeys(sorted(came), last), size)}

@@ -117,8 +117,8 @@ class Message:
 
 def _check_fields(header: dict[str, Any]) -> None:
     metrics = header["metrics"]
-    if not isinstance(metrics, dict) or not all(type(value) is float for value in metrics.values()):
-        raise malformed("a metric is not a number")
+    if not isinstance(metrics, dict) or not all(type(v) is float and math.isfinite(v) for v in metrics.values()):
+        raise malformed("a metric is not a finite number")
     if type(header["round"]) is not int or header["status"] not in STATUSES:
         raise malformed("its round or status is of another kind")
     if not all(isinstance(header[name], str) for name in ("client", "run", "coding", "adapters")):

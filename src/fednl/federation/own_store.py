@@ -15,6 +15,7 @@ from fednl.federation.checkpoint import read_tensors
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.secure import STAGES
+from fednl.federation.sharing import SECRET
 from fednl.federation.transport import Endpoint
 from fednl.federation.wire import pack
 from fednl.files import write_atomic
@@ -29,7 +30,8 @@ class OwnStore:
     An answer is on disk, with the state after it, before it is sent. The same question again (a reply was lost, the
     server was restarted) gets the same bytes without training. An earlier round again, or the same round with another
     question (the server went back to a checkpoint), is trained from the state before that round, and what came after it
-    is dropped; a later exchange of a masked sum goes on in the round. Runs do not know each other's state.
+    is dropped; a later exchange of a masked sum goes on in the round. Under local noise another question in a round
+    that was answered is refused. Runs do not know each other's state.
 
     Args:
         endpoint: what the client does with a message and its state.
@@ -54,7 +56,8 @@ class OwnStore:
             on_progress: is told what happens, if there is something to do.
 
         Raises:
-            CheckpointError: the state before the round is no longer kept, or a file of the store is damaged.
+            CheckpointError: the state before the round is no longer kept, a file of the store is damaged, or a second
+                answer to the round would spend privacy that nobody counts.
             FednlError: the disk refused.
         """
         folder = self._folder_of(client, message.run)
@@ -64,6 +67,11 @@ class OwnStore:
             tensors, header = read_tensors(path)
             if header["question"] == question:
                 return _reply(tensors), _state(tensors)
+            if SECRET in _state(tensors):
+                raise CheckpointError(
+                    f"Round {message.round} was asked again with other rules. Under local noise every answer spends "
+                    "privacy, and one more than the rounds would not be counted: start a new run."
+                )
         before, number = self._before(folder, message.round)
         if path.exists() and message.coding in STAGES:  # a later exchange of the same round, not the round anew
             before = _state(tensors)

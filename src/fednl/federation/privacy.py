@@ -8,6 +8,7 @@ besides, on validation data say, is not covered.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fednl.federation.combine import NO_EXAMPLES
 from fednl.federation.exchange import PrivacySettings
 from fednl.federation.message import Message
 from fednl.federation.params import Params, norm, shortened, subtract
+from fednl.federation.wire import pack
 from fednl.seeding import seed_of, torch_rng
 
 CLIP_RATE = 0.2
@@ -138,7 +140,7 @@ class PrivateSum:
 
     def result(self) -> Message:
         """Gives the rules moved by the noisy mean."""
-        rng = torch_rng(self._spent.secret, "privacy-noise", "", self._number)
+        rng = torch_rng(_keyed(self._spent.secret, self._start, self._sum), "privacy-noise", "", self._number)
         scale = self._noise_of_the_sum() * self._spent.clip
         params = {}
         for name, total in sorted(self._sum.items()):
@@ -155,7 +157,7 @@ class PrivateSum:
         """Gives the clip of the next round: the same, or nearer to the quantile of lengths, by a noisy count."""
         if not self._settings.adaptive_clip:
             return self._spent.clip
-        rng = torch_rng(self._spent.secret, "privacy-clip", "", self._number)
+        rng = torch_rng(_keyed(self._spent.secret, self._start, self._sum), "privacy-clip", "", self._number)
         noise = float(torch.randn((), generator=rng, dtype=torch.float64)) * self._noise_of_the_count()
         below = 0.5 + (self._short - 0.5 * self._came + noise) / self._planned
         return self._spent.clip * math.exp(-CLIP_RATE * (below - self._settings.clip_quantile))
@@ -171,6 +173,16 @@ class PrivateSum:
         return 1 / math.sqrt(noise**-2 - (2 * self._noise_of_the_count()) ** -2)
 
 
+def _keyed(secret: int, start: Params, change: Params) -> int:
+    """A secret of one answer to one question: the same answer has the same noise, and no two others share theirs.
+
+    Noise that went by the round alone would cancel in the difference of two answers to the same round, from other rules
+    or of other clients.
+    """
+    digest = hashlib.sha256(secret.to_bytes(8, "big", signed=True) + pack(start) + pack(change)).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 def noisy(params: Params, start: Params, settings: PrivacySettings, secret: int, client: str, round: int) -> Params:
     """Gives a client's rules with their change clipped and drowned in noise, as they may leave it.
 
@@ -178,12 +190,12 @@ def noisy(params: Params, start: Params, settings: PrivacySettings, secret: int,
         params: the trained rules; not modified.
         start: the rules that training began with.
         settings: the `[privacy]` section; `clip` and `noise_multiplier` are read.
-        secret: the client's own; the same round asked for twice gets the same noise, as two would average out.
+        secret: the client's own; the same answer to the same question gets the same noise, as two would average out.
         client: its name.
         round: counted from 1.
     """
     change = shortened(subtract(params, start), settings.clip)
-    rng = torch_rng(secret, "privacy-noise", client, round)
+    rng = torch_rng(_keyed(secret, start, change), "privacy-noise", client, round)
     scale = settings.noise_multiplier * settings.clip
     made = {}
     for name, value in sorted(change.items()):

@@ -169,7 +169,7 @@ def _masked(own: Params, given: Params, range: float) -> tuple[Params, Params]:
 def _opened(own: Params, given: Params) -> tuple[Params, Params]:
     came, present = _places(given["present"]), _places(own["present"])
     count, position = len(own["keys"]), int(own["position"])
-    if not came <= present or len(came) < threshold(count):
+    if not came <= present or len(came) < max(FEWEST_MASKED, threshold(count)):
         raise ValueError("too few clients for a sum")
     sealing = as_bytes(own["secrets"][0])
     opened = torch.zeros(count, SHARE_BYTES, dtype=torch.uint8)

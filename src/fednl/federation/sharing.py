@@ -18,7 +18,8 @@ from fednl.federation.privacy import noisy
 from fednl.federation.secure import STAGES, answer, hold, layout
 from fednl.seeding import seed_of
 
-_SECRET = "privacy/secret"
+SECRET = "privacy/secret"
+"""What a client's state holds once it has answered under local noise."""
 
 
 def take_part(
@@ -74,12 +75,12 @@ def _counted_once(reply: Message) -> Message:
 
 def _with_secret(state: ClientState, privacy: PrivacySettings, reply: Message) -> ClientState:
     """The state with the client's own secret in it, from which its noise comes in every round."""
-    if _SECRET in state:
+    if SECRET in state:
         return state
     fixed = privacy.noise_seed
     arm = reply.run.partition("/")[2]  # what follows the run's own name
     secret = secrets.randbits(62) if fixed is None else seed_of(fixed, f"privacy {arm}", reply.client)
-    return {**state, _SECRET: torch.tensor(secret, dtype=torch.int64)}
+    return {**state, SECRET: torch.tensor(secret, dtype=torch.int64)}
 
 
 def _behind_masks(
@@ -98,4 +99,4 @@ def _behind_masks(
 
 
 def _hidden(reply: Message, start: Params, privacy: PrivacySettings, state: ClientState) -> Params:
-    return noisy(reply.params, start, privacy, int(state[_SECRET]), reply.client, reply.round)
+    return noisy(reply.params, start, privacy, int(state[SECRET]), reply.client, reply.round)

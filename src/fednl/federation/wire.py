@@ -127,7 +127,12 @@ def _span(entry: Any) -> tuple[int, int]:
         numbers = [*shape, start, stop]
     except (TypeError, KeyError, ValueError):
         raise malformed("a tensor's description is incomplete or of an unknown dtype") from None
-    if len(shape) > _MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+    # A word or an object of no entries would pass for the shape of a single number.
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    ):
         raise malformed("a tensor's shape is not possible")
     if stop - start != math.prod(shape) * item_bytes:
         raise malformed("a tensor's shape and size disagree")

@@ -50,8 +50,10 @@ def difference(row: Row) -> str:
     method, baseline = (escape(ARMS.get(row[key], row[key])) for key in ("method", "baseline"))
     metric = METRICS[row["of"]]
     form = f"+{metric.form}"
+    ends = bracket(row, metric.scale, form)
     gap = (
-        f"{format(metric.scale * row['value'], form)} {metric.gap_unit}, 95% interval{bracket(row, metric.scale, form)}"
+        f"{format(metric.scale * row['value'], form)} {metric.gap_unit}"
+        f"{', 95% interval' if ends else ', no interval'}{ends}"
     )
     chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
     over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")

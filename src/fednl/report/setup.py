@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from fednl.report.exchange import exchange_lines
 from fednl.report.recorded import recorded, section
 from fednl.report.stream import one_task_line
-from fednl.report.words import escape
+from fednl.report.words import escape, name_only
 from fednl.runs import Run
 
 
@@ -120,7 +120,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
     )
     read = [key for key in _MEMORY if memory.get("keys") == "context" or not key.startswith("address-")]
     full = {"write-rank"} if not memory.get("write-rank") else set()
-    parts = [f"{key} {escape(memory[key])}" for key in read if key in memory and key not in full]
+    parts = [f"{key} {_told(key, memory[key])}" for key in read if key in memory and key not in full]
     return ", ".join([*parts, seen])
 
 
@@ -128,7 +128,7 @@ def _adapters(config: Mapping[str, Any]) -> list[str]:
     adapters = section(config, "federation").get("adapters", ["memory"])
     lines = [f"Memory: {_memory(section(config, 'memory'))}"] if "memory" in adapters else []
     if "context-vectors" in adapters:
-        keys = [f"{key} {escape(value)}" for key, value in section(config, "context-vectors").items()]
+        keys = [f"{key} {_told(key, value)}" for key, value in section(config, "context-vectors").items()]
         lines.append(f"Context vectors: {', '.join(keys)}")
     return lines
 
@@ -150,7 +150,7 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     parts.append(f"examples per {whose}: {', '.join(counts)}" if counts else "")
     own = section(config, str(data.get("task", "")))
     if own:
-        words = (f"{key} {_without_folders(key, value)}" for key, value in own.items())
+        words = (f"{key} {_told(key, value)}" for key, value in own.items())
         return "; ".join([*parts, ", ".join(words)])
     filler = f"filler {escape(Path(str(data.get('filler', '?'))).name)}"
     digest = facts.get("filler_sha256")
@@ -158,11 +158,14 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _without_folders(key: str, value: Any) -> str:
-    """A task's own setting; of the places where its texts come from the last part, as folders are private."""
-    if key == "sources" and isinstance(value, list):
-        return ", ".join(escape(Path(str(source)).name) for source in value)
-    return escape(Path(value).name if key == "source" else value)
+_PLACES = ("start", "source", "sources", "groups", "store")
+"""Settings that may be paths: folders are private, so that of these the last part is told."""
+
+
+def _told(key: str, value: Any) -> str:
+    """A setting's value as a report writes it."""
+    parts = value if isinstance(value, list) else [value]
+    return escape(", ".join(str(name_only(part) if key in _PLACES else part) for part in parts))
 
 
 def _training(config: Mapping[str, Any]) -> str:
