@@ -62,7 +62,7 @@ def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> No
         write(
             f'[federation]\nalgorithm = "{algorithm}"\nadapters = "{adapter}"\n'
             '[lora]\nrank = 16\n[training]\noptimizer-state = "reset"\n'
-            f'[data]\ntask = "{task}"\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n'
+            f'[data]\ntask = "{task}"\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n[evaluation]\narms = ["federated"]\n'
         )
     )
     again = tmp_path / "again.toml"
