@@ -279,6 +279,7 @@ def test_a_prefix_is_not_kept_where_there_is_none(memory: dict[str, Any], lora: 
         ("public", "imbalance", 10.0, "leave it out, or set task to needles or classification"),
         ("mmlu", "dirichlet-alpha", 0.5, "leave it out, or set task to needles"),
         ("public", "dirichlet-alpha", 0.5, "leave it out, or set task to needles"),
+        ("classification", "shortest", 90, "leave it out, or set task to needles"),
         ("classification", "dirichlet-alpha", 0.5, "set classification.alpha instead, or set task to needles"),
     ],
 )
@@ -287,14 +288,19 @@ def test_a_spread_that_the_task_does_not_read_is_refused(task: str, key: str, va
     with pytest.raises(SettingsError) as caught:
         Config.from_dict({"data": {"task": task, key: value}, **arms})
     assert str(caught.value).endswith(f'[data] {key} = {value:g}, but data.task = "{task}" does not read it: {remedy}.')
-    even = {"imbalance": 1.0, "dirichlet-alpha": 0.0}
+    even = {"imbalance": 1.0, "dirichlet-alpha": 0.0, "shortest": 0}
     assert Config.from_dict({"data": {"task": task, **even}, **arms}).data.task == task
 
 
-def test_every_task_says_of_every_key_of_spread_whether_it_reads_it() -> None:
+def test_a_shortest_prompt_above_the_longest_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"shortest = 300 is above tokens = 200: lower it, or set it to 0"):
+        Config.from_dict({"data": {"tokens": 200, "shortest": 300}})
+
+
+def test_what_tasks_read_of_unlike_examples_are_known_tasks_and_keys() -> None:
     from fednl.data.tasks import TASKS, UNEVEN, not_read
 
     assert UNEVEN.keys() <= TASKS.keys()
     known = set(not_read("a task of which nothing is said"))
-    assert known == {"imbalance", "dirichlet-alpha"}
-    assert all(keys.keys() == known for keys in UNEVEN.values())
+    assert known == {"imbalance", "dirichlet-alpha", "shortest"}
+    assert all(keys.keys() <= known for keys in UNEVEN.values())

@@ -33,7 +33,7 @@ _LONGEST = 40
 AFTER = "@"
 """Parts an arm's name from the number of tasks after which it answered, in the outcomes of a stream."""
 # They change what is trained or how fast it is measured, not what a test question is.
-_SAME_QUESTIONS = {f"data.{key}" for key in ("task", "train", "validation", "questions")}
+_SAME_QUESTIONS = {f"data.{key}" for key in ("task", "train", "shortest", "validation", "questions")}
 _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 
 from fednl.data.examples import NeedleExample, Splits
 from fednl.data.fillers import SPLITS, load_filler, split_regions
@@ -282,6 +282,29 @@ def test_any_budget_that_is_accepted_is_kept(
         assert edges == sorted(edges)
         assert edges[0] >= 8
         assert edges[-1] <= min(one.question_start, tokens - window)
+
+
+def test_training_prompts_of_mixed_lengths_are_whole_and_every_doubling_is_as_frequent(
+    settings: Make, tokenizer: Any
+) -> None:
+    shortest = 420
+    plain = build(settings(train=2), tokenizer, WINDOW_TOKENS, "candidates", 0)
+    made = build(settings(shortest=shortest, train=60), tokenizer, WINDOW_TOKENS, "candidates", 0)
+    lengths = []
+    for name, splits in made.items():
+        assert [*splits.validation, *splits.test] == [*plain[name].validation, *plain[name].test]
+        for one in splits.train:
+            lengths.append(len(one.prompt_ids))
+            for event in one.events:
+                assert tokenizer.decode(one.prompt_ids[event.start : event.end]) == f" {event.text}"
+                assert event.end <= lengths[-1] - WINDOW_TOKENS
+    assert min(lengths) >= shortest and max(lengths) <= TOKENS and len(lengths) == 60 * len(made)
+    middle = (shortest * TOKENS) ** 0.5
+    assert binomtest(sum(length < middle for length in lengths), len(lengths)).pvalue > 0.01
+    again = build(settings(shortest=shortest, train=30), tokenizer, WINDOW_TOKENS, "candidates", 0)
+    assert all(again[name].train == splits.train[:30] for name, splits in made.items())
+    with pytest.raises(SettingsError, match=r"data\.shortest is 60 and cannot hold .* set it to at least"):
+        build(settings(shortest=60), tokenizer, WINDOW_TOKENS, "candidates", 0)
 
 
 def test_training_may_ask_for_more_of_a_haystack_and_testing_never_does(settings: Make, tokenizer: Any) -> None:

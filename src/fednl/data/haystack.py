@@ -33,7 +33,9 @@ def tokens_needed(encoded: Encoded, window_tokens: int) -> int:
     return max(len(encoded.question), window_tokens) + encoded.event_tokens + gaps
 
 
-def check_budget(encoded: Iterable[Encoded], tokens: int, window_tokens: int, answer: str) -> None:
+def check_budget(
+    encoded: Iterable[Encoded], tokens: int, window_tokens: int, answer: str, key: str = "data.tokens"
+) -> None:
     """Refuses a window or a token budget in which some example cannot be asked.
 
     Args:
@@ -41,6 +43,7 @@ def check_budget(encoded: Iterable[Encoded], tokens: int, window_tokens: int, an
         tokens: prompt tokens per example (`data.tokens`).
         window_tokens: the attention window, 0 for full attention (`memory.window-tokens`).
         answer: the answer format, for the remedy.
+        key: what the budget is called, for the message.
 
     Raises:
         SettingsError: with the smallest value that works for these examples.
@@ -59,7 +62,7 @@ def check_budget(encoded: Iterable[Encoded], tokens: int, window_tokens: int, an
     if tokens < smallest:
         most = max(len(one.events) for one in examples)
         raise SettingsError(
-            f"data.tokens is {tokens} and cannot hold {most} events, and after them the question and"
+            f"{key} is {tokens} and cannot hold {most} events, and after them the question and"
             f" {window_tokens} tokens of window; set it to at least {smallest}, or lower data.events or"
             " memory.window-tokens."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -69,7 +70,8 @@ def build(
         The splits by client name; a client without examples has empty lists.
 
     Raises:
-        SettingsError: an unknown answer format or client, or a budget or window too small for the events.
+        SettingsError: an unknown answer format or client, or a budget or window too small for the events, or
+            `data.shortest` above `data.tokens`.
         DataError: the filler is too small or cannot be read.
 
     Source: FedNL, appendix C.3.
@@ -177,6 +179,9 @@ def _build(
     }
     everything = [one for some in encoded.values() for one in some]
     check_budget(everything, settings.tokens, window_tokens, answer)
+    if settings.shortest:
+        trained = [one for (_, _, split), some in encoded.items() for one in some if split == "train"]
+        check_budget(trained, settings.shortest, window_tokens, answer, "data.shortest")
     if not everything:
         return {client: Splits([], [], []) for client in plan}
     regions = split_regions(load_filler(settings.filler), tokenizer, settings.tokens)
@@ -185,11 +190,12 @@ def _build(
         found: list[NeedleExample] = []
         for kind in plan[client]:
             rng = python_rng(seed, f"needles/filler/{split}", _holder(client, kind))
+            lengths = python_rng(seed, "needles/lengths", _holder(client, kind))
             for one in encoded[client, kind, split]:
                 example = place(
                     one,
                     regions[split],
-                    settings.tokens,
+                    _drawn_tokens(settings, lengths) if split == "train" else settings.tokens,
                     window_tokens,
                     rng,
                     client=client,
@@ -200,6 +206,14 @@ def _build(
         return found
 
     return {client: Splits(*(placed(client, split) for split in SPLITS)) for client in plan}
+
+
+def _drawn_tokens(settings: DataSettings, rng: random.Random) -> int:
+    """The length of a training prompt: `tokens`, or drawn from `shortest` on with a uniform logarithm."""
+    if not settings.shortest:
+        return settings.tokens
+    length: float = settings.shortest * (settings.tokens / settings.shortest) ** rng.random()
+    return round(length)
 
 
 def _holder(client: str, kind: str) -> str:

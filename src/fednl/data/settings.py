@@ -13,6 +13,8 @@ class DataSettings(Section):
     Attributes:
         task: a name in `fednl.data.TASKS`.
         tokens: prompt tokens of every example, question included and answer excluded.
+        shortest: above 0, needles' training prompts are of mixed lengths, drawn between this and `tokens` so that each
+            doubling is as frequent: rules learn what they should keep for longer than one length.
         clients: how many of the task's clients take part (the first n).
         hold_out_clients: names of clients that have no training and no validation examples, only test.
         train: training examples per client (in a stream, per client and task); 0 makes clients that take part as
@@ -36,6 +38,7 @@ class DataSettings(Section):
 
     task: str = "needles"
     tokens: int = Field(default=320, ge=1)
+    shortest: int = Field(default=0, ge=0)
     clients: int = Field(default=7, ge=1)
     # Not strict: TOML and JSON know lists, and a frozen section holds a tuple.
     hold_out_clients: tuple[str, ...] = Field(default=(), strict=False)

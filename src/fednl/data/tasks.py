@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 # Tasks whose data come in kinds that a stream can order.
 STREAMS = {"needles": "fednl.data.needles:build_stream"}
 
-# What of `[data]` spreads examples unevenly, and what each task has of it: the key itself, or another of its own.
+# What of `[data]` makes examples unlike, and what each task has of it: the key itself, or another of its own.
 UNEVEN: dict[str, dict[str, str]] = {
-    "needles": {"imbalance": "data.imbalance", "dirichlet-alpha": "data.dirichlet-alpha"},
+    "needles": {
+        "imbalance": "data.imbalance",
+        "dirichlet-alpha": "data.dirichlet-alpha",
+        "shortest": "data.shortest",
+    },
     "classification": {"imbalance": "data.imbalance", "dirichlet-alpha": "classification.alpha"},
 }
 # Tasks whose examples can be shown with their answers (`fednl.data.examples.Demonstrated`), as context vectors need.
 DEMONSTRATED = ("classification",)
-_EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0}
+_EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0, "shortest": 0}
 
 Build = Callable[..., dict[str, Any]]
 
@@ -85,7 +89,7 @@ def stream_task(name: str) -> Build:
 
 
 def not_read(name: str) -> dict[str, float]:
-    """Gives the keys of `[data]` that spread examples unevenly and that a task does not read, with their defaults.
+    """Gives the keys of `[data]` that make examples unlike and that a task does not read, with their defaults.
 
     Args:
         name: the value of `data.task`.
@@ -94,14 +98,19 @@ def not_read(name: str) -> dict[str, float]:
 
 
 def check_uneven(data: DataSettings) -> None:
-    """Refuses a spread that the task would not have, and that tables would name all the same.
+    """Refuses what would make examples unlike, but not in this task, and that tables would name all the same.
 
     Args:
         data: the `[data]` section.
 
     Raises:
-        SettingsError: a key is set that the task does not read.
+        SettingsError: a key is set that the task does not read, or the shortest prompt is longer than the others.
     """
+    if data.shortest > data.tokens:
+        raise SettingsError(
+            f"[data] shortest = {data.shortest} is above tokens = {data.tokens}: lower it, or set it to 0 for prompts "
+            "of one length."
+        )
     for key, even in not_read(data.task).items():
         value = getattr(data, key.replace("-", "_"))
         if value != even:
@@ -109,7 +118,7 @@ def check_uneven(data: DataSettings) -> None:
             remedy = f"set {instead} instead" if instead else "leave it out"
             raise SettingsError(
                 f'[data] {key} = {value:g}, but data.task = "{data.task}" does not read it: {remedy}, or set task to '
-                f"{' or '.join(one for one, keys in UNEVEN.items() if keys[key] == f'data.{key}')}."
+                f"{' or '.join(one for one, keys in UNEVEN.items() if keys.get(key) == f'data.{key}')}."
             )
 
 

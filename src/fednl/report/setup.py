@@ -138,6 +138,8 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if not data:
         return "not recorded"
     parts = [f"{escape(data.get('task', '?'))}, {data.get('tokens', '?')} tokens"]
+    if data.get("shortest"):
+        parts.append(f"training prompts from {data['shortest']} tokens on")
     parts.append(f"{data.get('clients', '?')} clients")
     if data.get("hold-out-clients"):
         parts.append(f"held out: {escape(', '.join(data['hold-out-clients']))}")
