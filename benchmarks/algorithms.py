@@ -40,7 +40,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "m3": ("m3.server-lr=1e-2",),
     "fedprox": (),
     "scaffold": (),
-    "fedala": (),
+    "fedala": ("fedala.steps=2", "fedala.most-passes=3"),  # else its mixing weights take many times the others' steps
     "fedweit": (),
     "reptile": (),
     "per-fedavg": (),
