@@ -261,6 +261,7 @@ def test_noise_that_draws_clients_does_not_go_with_a_stream_of_tasks() -> None:
     [
         ({"layers": "all"}, {}, r'\[memory\] layers = "all" layer 0 trains'),
         ({"layers": "8,0-2"}, {}, 'layers = "8,0-2" layer 0 trains'),
+        ({"layers": "none"}, {}, 'layers = "none" no layer trains'),
         ({}, {"rank": 4}, r"\[lora\] rank = 4 trains in all layers"),
     ],
 )

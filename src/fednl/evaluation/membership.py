@@ -44,6 +44,7 @@ def traces(texts: Tensor, released: Tensor, known: Tensor) -> list[float]:
     Source: the statistic of Homer et al. 2008 (PLoS Genetics 4) in the form of Dwork et al. 2015 (FOCS, robust
     traceability); standard deviations and cosine ours. In float64.
     """
+    known, texts, released = (x.cpu() for x in (known, texts, released))  # not every device has float64
     centre, spread = known.double().mean(0), known.double().std(0).clamp(min=1e-12)
     own, shared = (texts.double() - centre) / spread, (released.double() - centre) / spread
     cosines = own @ shared / (own.norm(dim=1) * shared.norm()).clamp(min=1e-12)

@@ -196,7 +196,7 @@ def _mean(metric: str, values: Sequence[float], seed: int) -> Row:
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").double()
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
     if not bool(losses.isfinite().all()):
         raise NonFiniteError("a logit is not a finite number, so the text was not scored; use dtype = float32.")
     return losses

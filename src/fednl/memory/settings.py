@@ -202,10 +202,15 @@ def check_prefix(prefix: PrefixSettings, memory: MemoryConfig, lora_rank: int) -
     """Refuses to keep a frozen prefix where settings alone tell that there is none.
 
     Raises:
-        SettingsError: memory is in all layers or in layer 0, or a LoRA trains beside it.
+        SettingsError: memory is in no layer, in all layers or in layer 0, or a LoRA trains beside it.
     """
     if prefix.cache == "off":
         return
+    if memory.layers == "none":
+        raise SettingsError(
+            f'[prefix] cache = "{prefix.cache}": with [memory] layers = "none" no layer trains, and nothing can be '
+            'kept; put memory into upper layers, or set cache = "off".'
+        )
     first = min(_spans(memory.layers))[0] if memory.layers[0].isdigit() else None
     if memory.layers in ("all", "every:1") or first == 0:
         raise SettingsError(
