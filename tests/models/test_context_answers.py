@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from fednl.data.batches import IGNORED
 from fednl.memory.sites import cache_argument
+from fednl.models.context_injection import trunk_of
 from fednl.models.context_vectors import (
     answering,
     answers_of,
@@ -94,9 +95,29 @@ def test_reading_leaves_what_the_first_step_needs(tokens: Tensor) -> None:
     kept = nats_and_gradient(model, batch)
     assert prompts.computed == 3
     context_of(model).prompts = None
-    assert torch.equal(mean_outputs(model, [{**batch, **ends}], ANSWER, torch.Generator()), read)
+    again = mean_outputs(model, [{**batch, **ends}], ANSWER, torch.Generator())
+    torch.testing.assert_close(again, read, rtol=1e-6, atol=1e-7)
     whole = nats_and_gradient(model, batch)
     assert torch.allclose(kept[0], whole[0], atol=1e-6) and torch.allclose(kept[1], whole[1], atol=1e-5)
+
+
+def test_no_bit_depends_on_what_was_kept_nor_on_the_company_it_was_met_in(layout: str, tokens: Tensor) -> None:
+    """So a run that is taken up again, or whose clients go to other workers, ends with the same coefficients."""
+    model, batch = filled(build(layout, torch.bfloat16), ANSWER), batch_of(tokens)
+    keeping(model)
+    shapes: list[tuple[int, ...]] = []
+    watch = trunk_of(model).register_forward_pre_hook(
+        lambda module, args, given: shapes.append(tuple((args[0] if args else given["input_ids"]).shape)),
+        with_kwargs=True,
+    )
+    cold = nats_and_gradient(model, batch)
+    watch.remove()
+    assert shapes[:3] == [(1, prompt - 1) for prompt in PROMPTS] and shapes[3:] == [(3, max(ANSWERS))]
+    keeping(model)
+    nats_and_gradient(model, {name: x[1:2] for name, x in batch.items()})
+    nats_and_gradient(model, {name: x[:2] for name, x in batch.items()})
+    for again in (nats_and_gradient(model, batch), nats_and_gradient(model, batch)):
+        assert torch.equal(again[0], cold[0]) and torch.equal(again[1], cold[1])
 
 
 def test_prompts_beyond_the_limit_are_computed_every_time(tokens: Tensor) -> None:

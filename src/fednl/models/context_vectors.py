@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory.attach import rules
-from fednl.memory.sites import KEEPS_FROZEN, cache_argument, freeze, is_attached, is_recurrent, thaw
+from fednl.memory.sites import KEEPS_FROZEN, freeze, is_attached, is_recurrent, thaw
 from fednl.models.context_injection import COEFFICIENTS, VECTORS, ContextInjection, trunk_of
 from fednl.models.kept_prompts import Answers, KeptPrompts
 from fednl.models.settings import ContextVectorSettings
@@ -126,7 +126,7 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
     Args:
         model: with context vectors attached; nothing is injected and nothing changed.
         batch: `input_ids` and `attention_mask` `[batch, tokens]`, right-padded, and `positions` `[batch]`; with `last`
-            `[batch]`, keys and values before it are kept for later steps where prompts are kept.
+            `[batch]`, at most `positions`, keys and values before it are kept for later steps where prompts are kept.
         clip_norm: the longest a row's outputs may be, as one L2 norm over all of them; 0 for no limit.
 
     Returns:
@@ -137,13 +137,14 @@ def read_outputs(model: nn.Module, batch: Mapping[str, Tensor], clip_norm: float
 
     Source: I2CL (arXiv 2405.14660), one demonstration at a time; clipping ours.
     """
-    prompts, inputs = context_of(model).prompts, {name: batch[name] for name in ("input_ids", "attention_mask")}
-    cache = None if prompts is None or "last" not in batch else prompts.new_cache()
-    with torch.no_grad(), context_of(model).reading(batch["positions"]) as outputs:
-        trunk_of(model)(**inputs, use_cache=cache is not None, **{cache_argument(model): cache})
+    prompts, positions = context_of(model).prompts, batch["positions"]
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
+    if prompts is not None and "last" in batch and int(batch["last"].min()) > 0:  # the steps need the same prompts
+        inputs = prompts.rest(batch["input_ids"], batch["last"], batch["attention_mask"].sum(1)).inputs
+        positions = positions - batch["last"]
+    with torch.no_grad(), context_of(model).reading(positions) as outputs:
+        trunk_of(model)(**inputs)
         found = outputs()
-    if prompts is not None and cache is not None:  # what one pass computed need not be computed by the first step
-        prompts.keep(batch["input_ids"], batch["last"], cache)
     if not bool(found.isfinite().all()):
         layer = int((~found.isfinite()).any(dim=(0, 3)).any(dim=1).nonzero()[0])
         raise NonFiniteError(

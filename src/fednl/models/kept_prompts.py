@@ -1,8 +1,9 @@
 """What a frozen model makes of prompts, kept where nothing is injected into them: a step then runs the answers alone.
 
 With `context-vectors.inject = "answer"` the tokens before the one at which the answer is predicted pass through the
-plain model. Their keys and values are the same in every step and round, so they are computed once. They are private
-text in another form: they stay in this process and go with the adapter.
+plain model. Their keys and values are the same in every step and round, so they are computed once, of each prompt
+alone: no bit depends on what was kept, nor on the company in which a prompt came first. They are private text in
+another form: they stay in this process and go with the adapter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,21 @@ class Answers:
     labels: Tensor
 
 
+@dataclass(frozen=True)
+class Rest:
+    """Rows without their first tokens, whose keys and values are there.
+
+    Attributes:
+        inputs: what the model's forward takes.
+        where: `[batch, tokens]`, which token of its row each one is; a pad repeats one.
+        real: `[batch, tokens]` bool, False for pads, which come last.
+    """
+
+    inputs: dict[str, Any]
+    where: Tensor
+    real: Tensor
+
+
 class KeptPrompts:
     """Keys and values of prompts by their tokens, up to a limit; the first ones stay.
 
@@ -51,33 +67,6 @@ class KeptPrompts:
         self._kept: dict[str, Tensor] = {}
         self.held_bytes = self.computed = 0
 
-    def new_cache(self) -> Any:
-        """An empty cache for a pass whose keys and values `keep` is given."""
-        from transformers import DynamicCache
-
-        return DynamicCache()  # without the config, so that a layer with a sliding window keeps all of a prompt
-
-    def keep(self, ids: Tensor, lengths: Tensor, cache: Any) -> list[Tensor]:
-        """Takes rows' keys and values out of a cache, and keeps them where there is room.
-
-        Args:
-            ids: `[batch, tokens]`, right-padded.
-            lengths: `[batch]`, how many tokens of each row stand before the one at which its answer is predicted.
-            cache: what a pass of the plain model over them left.
-
-        Returns:
-            Per row `[layers, 2, heads, length, head_dim]`.
-        """
-        found = []
-        for row, length in enumerate(lengths.tolist()):
-            pairs = [torch.stack([x.keys[row, :, :length], x.values[row, :, :length]]) for x in cache.layers]
-            found.append(torch.stack(pairs).clone())
-            size = found[-1].nbytes
-            if self.held_bytes + size <= self._limit_bytes and (key := _key(ids[row, :length])) not in self._kept:
-                self._kept[key], self.held_bytes = found[-1], self.held_bytes + size
-        self.computed += len(found)
-        return found
-
     def answers(self, batch: Mapping[str, Tensor]) -> Answers | None:
         """Cuts the prompts off a training batch; None where a prompt is too short to be cut.
 
@@ -89,14 +78,25 @@ class KeptPrompts:
         first = first_predictions(labels)
         if int(first.min()) < 1:
             return None
-        before = self._before(ids, first)
-        longest, ends = int(first.max()), batch["attention_mask"].sum(1) - 1  # the last token predicts nothing
-        width = int((ends - first).max())
-        where = first[:, None] + torch.arange(width, device=ids.device)
+        rest = self.rest(ids, first, batch["attention_mask"].sum(1) - 1)  # the last token predicts nothing
+        wanted = labels.gather(1, (rest.where + 1).clamp(max=ids.shape[1] - 1))
+        return Answers(rest.inputs, wanted.masked_fill(~rest.real, IGNORED))
+
+    def rest(self, ids: Tensor, first: Tensor, ends: Tensor) -> Rest:
+        """Cuts the beginnings off some rows.
+
+        Args:
+            ids: `[batch, tokens]`, right-padded.
+            first: `[batch]`, where each row is cut; at least 1.
+            ends: `[batch]`, where what is wanted of it ends; above `first`.
+        """
+        before = [self._before(row[:cut]) for row, cut in zip(ids, first.tolist(), strict=True)]
+        longest = int(first.max())
+        where = first[:, None] + torch.arange(int((ends - first).max()), device=ids.device)
         real = where < ends[:, None]
-        where = where.clamp(max=ids.shape[1] - 2)
+        where = where.clamp(max=ids.shape[1] - 1)
         pads = longest - first
-        cache = self.new_cache()
+        cache = _new_cache()
         padded = torch.stack([nn.functional.pad(kv, (0, 0, int(pad), 0)) for kv, pad in zip(before, pads, strict=True)])
         for layer in range(padded.shape[1]):
             cache.update(padded[:, layer, 0], padded[:, layer, 1], layer)
@@ -107,23 +107,28 @@ class KeptPrompts:
             "position_ids": where,
             "use_cache": True,
         }
-        wanted = labels.gather(1, where + 1).masked_fill(~real, IGNORED)
-        return Answers(inputs | {cache_argument(self._model): cache}, wanted)
+        return Rest(inputs | {cache_argument(self._model): cache}, where, real)
 
-    def _before(self, ids: Tensor, lengths: Tensor) -> list[Tensor]:
-        """What is kept of each row's prompt; what is not is computed."""
-        keys = [_key(row[:length]) for row, length in zip(ids, lengths.tolist(), strict=True)]
-        found = {key: self._kept[key] for key in keys if key in self._kept}
-        new = [row for row, key in enumerate(keys) if key not in found]
-        if new:
-            rows, longest = ids[new], int(lengths.max())
-            mask = torch.arange(longest, device=ids.device) < lengths[new][:, None]
-            cache = self.new_cache()
-            inputs = {"input_ids": rows[:, :longest], "attention_mask": mask.long(), cache_argument(self._model): cache}
-            with torch.no_grad(), self._injection.answers_from(longest):
-                trunk_of(self._model)(**inputs, use_cache=True)
-            found |= zip([keys[row] for row in new], self.keep(rows, lengths[new], cache), strict=True)
-        return [found[key] for key in keys]
+    def _before(self, ids: Tensor) -> Tensor:
+        """Keys and values of a prompt, `[layers, 2, heads, tokens, head_dim]`; computed of it alone if not kept."""
+        key = _key(ids)
+        if key in self._kept:
+            return self._kept[key]
+        cache = _new_cache()
+        with torch.no_grad(), self._injection.answers_from(len(ids)):
+            inputs = {"input_ids": ids.unsqueeze(0), cache_argument(self._model): cache}
+            trunk_of(self._model)(**inputs, use_cache=True)
+        found = torch.stack([torch.stack([x.keys[0], x.values[0]]) for x in cache.layers])
+        self.computed += 1
+        if self.held_bytes + found.nbytes <= self._limit_bytes:
+            self._kept[key], self.held_bytes = found, self.held_bytes + found.nbytes
+        return found
+
+
+def _new_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()  # without the config, so that a layer with a sliding window keeps all of a prompt
 
 
 def first_predictions(labels: Tensor) -> Tensor:
