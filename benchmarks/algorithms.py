@@ -35,6 +35,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fedavgm": ("fedavgm.momentum=0.9",),
     "fedavgm, server-lr 2": ("fedavgm.momentum=0.0", "fedavgm.server-lr=2.0"),
     "fedavgm, server-lr 3": ("fedavgm.momentum=0.0", "fedavgm.server-lr=3.0"),
+    "fedavgm, server-lr 5": ("fedavgm.momentum=0.0", "fedavgm.server-lr=5.0"),
     "fedadam": ("fedadam.server-lr=1e-2",),
     "fedadam, server-lr 3e-2": ("fedadam.server-lr=3e-2",),
     "fedyogi": ("fedyogi.server-lr=1e-2",),
