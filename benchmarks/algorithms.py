@@ -28,7 +28,12 @@ from fednl.runs import Run
 
 GRID = (3e-3, 1e-2, 3e-2)
 LORA = ("memory.layers=none", "lora.rank=8", 'lora.targets="q_proj,v_proj"', "federation.shared=lora")
-STREAM = ('tasks.order=["passkey","name-date","multi-key"]', "tasks.rotate=true", "data.clients=4")
+STREAM = (
+    'tasks.order=["passkey","name-date","multi-key"]',
+    "tasks.rotate=true",
+    "data.clients=4",
+    "federation.quorum=3",
+)
 
 METHODS: dict[str, tuple[str, ...]] = {
     "fedavg": (),

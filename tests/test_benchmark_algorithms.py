@@ -69,3 +69,14 @@ def test_it_names_algorithms_that_exist_and_refuses_others(benchmark: ModuleType
         assert {name.partition(",")[0] for name in methods} <= ALGORITHMS.keys()
     with pytest.raises(SystemExit, match="no method 'fedsomething'"):
         benchmark.listed("fedavg;fedsomething", benchmark.METHODS)
+
+
+def test_every_run_of_both_tables_can_be_as_it_is_set(benchmark: ModuleType, monkeypatch: Any) -> None:
+    """Found only after the first table's hours: a quorum of more clients than a stream has."""
+    monkeypatch.chdir(SCRIPT.parents[1])
+    for own, methods in (((), benchmark.METHODS), (benchmark.STREAM, benchmark.STREAM_METHODS)):
+        rounds = ["tasks.rounds-per-task=4", "training.rounds=12"] if own else []
+        bench = benchmark.Bench(Path("runs"), benchmark.GRID, [], (*own, *rounds), methods)
+        for name in methods:
+            config = bench.config(name, 1e-2, ["federated"])
+            assert config.federation.quorum <= config.data.clients
