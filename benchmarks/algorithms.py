@@ -135,9 +135,9 @@ def macro(run: Run, arm: str, metric: str) -> dict[str, Any]:
 
 
 def cell(row: Mapping[str, Any], scale: float, form: str) -> str:
-    """A value with its 95% interval."""
-    value, low, high = (format(scale * row[key], form) for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    """A value with its 95% interval, where it has one."""
+    value, *ends = (format(scale * row[key], form) for key in ("value", "low", "high") if key in row)
+    return f"{value} [{', '.join(ends)}]" if ends else value
 
 
 def answers(run: Run, arm: str) -> list[str]:
