@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
 from fednl.federation.params import Params
-from fednl.federation.pool import Job, WorkerPool
+from fednl.federation.pool import Job
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
-from fednl.files import private_folder
 from fednl.measuring import changed_settings, forget, measure
 from fednl.measuring_stream import measure_stream
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
+from fednl.pools import described, working
 from fednl.runs import Run
 from fednl.stored_tasks import ask_for_like, keep, known
 
@@ -145,8 +144,8 @@ def evaluate(
         )
     on_event(_LOADING)
     try:
-        with run.locked(), _pool(run, config) as pool:
-            facts = _describe(pool, on_event)
+        with run.locked(), working(run, config) as pool:
+            facts = described(pool, on_event)
             check_backbone(run, facts)
             changed = changed_settings(own, config)
             measure(run, config, pool, facts, on_event, changed=changed, afresh=config.evaluation.arms if anew else ())
@@ -160,7 +159,7 @@ def partition_rows(config: Config, on_event: OnEvent = lambda event: None) -> li
     from fednl.worker import handlers
 
     on_event(_LOADING)
-    rows: list[dict[str, Any]] = _describe(InlinePool(handlers(config)), on_event)["partition"]
+    rows: list[dict[str, Any]] = described(InlinePool(handlers(config)), on_event)["partition"]
     return rows
 
 
@@ -175,8 +174,8 @@ def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
         check_settings(run, config)
         check_accounting(config.privacy)
         on_event(_LOADING)
-        with _pool(run, config) as pool:
-            facts = _describe(pool, on_event)
+        with working(run, config) as pool:
+            facts = described(pool, on_event)
             check_backbone(run, facts)
             check_data(run, facts)
             run.write_json(FILE, origin(config, facts))
@@ -188,27 +187,6 @@ def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
     except KeyboardInterrupt:
         raise Interrupted(f"Stopped; what was done is saved: go on with `fednl train --resume {run.path}`.") from None
     return run
-
-
-@contextmanager
-def _pool(run: Run, config: Config) -> Iterator[Pool]:
-    """Whoever does the work: this process, or `parallel-clients` worker processes."""
-    workers = config.federation.parallel_clients
-    if workers == 1:
-        from fednl.worker import handlers
-
-        yield InlinePool(handlers(config))
-        return
-    run.write_json("workers.json", config.to_dict())
-    # Workers are killed, and so take away nothing of what they kept on disk.
-    with private_folder("fednl-workers-") if config.prefix.cache == "disk" else nullcontext() as folder:
-        env = {} if folder is None else dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
-        pool = WorkerPool("fednl.worker", [str(run.path / "workers.json")], workers, env)
-        try:
-            yield pool
-        finally:
-            pool.close()
-            (run.path / "workers.json").unlink(missing_ok=True)
 
 
 def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], name: str, on_event: OnEvent) -> None:
@@ -293,12 +271,3 @@ def _finished(run: Run, config: Config, name: str) -> bool:
     if not (run.path / told).exists() or not (run.path / inside(name, "final/params.safetensors")).exists():
         return False
     return run.read_json(told).get("rounds") == config.training.rounds
-
-
-def _describe(pool: Pool, on_event: OnEvent) -> dict[str, Any]:
-    """What a client says of its backbone and data; what it says meanwhile (a download) is passed on."""
-
-    def tell(job: Job, facts: dict[str, Any]) -> None:
-        on_event({"event": "note", "text": facts["note"]})
-
-    return answer_of(do(pool, Job("describe"), tell))

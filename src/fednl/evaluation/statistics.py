@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fednl.evaluation.widening import widened
 from fednl.seeding import seed_of
 
 LEVEL = 0.95
@@ -168,7 +169,7 @@ def macro_mean(
     means = macro_resamples(values, seed, resamples)
     low, high = (float(end) for end in np.quantile(means, [(1 - level) / 2, (1 + level) / 2]))
     if bounds is not None and all(stratum.min() == stratum.max() for stratum in strata.values()):
-        low, high = _widened(strata, value, bounds, level)
+        low, high = widened(strata, value, bounds, level)
     return Interval(value, low, high, sum(map(len, strata.values())))
 
 
@@ -275,31 +276,3 @@ def _resampled_means(stratum: NDArray[np.float64], resamples: int, seed: int) ->
         picks = rng.integers(len(stratum), size=(min(step, resamples - start), len(stratum)))
         blocks.append(stratum[picks].mean(axis=1))
     return np.concatenate(blocks)
-
-
-def _widened(
-    strata: Mapping[str, NDArray[np.float64]], value: float, bounds: tuple[float, float], level: float
-) -> tuple[float, float]:
-    """How far the macro average can be from `value`, where each client's outcomes are all alike."""
-    sizes, means = [len(stratum) for stratum in strata.values()], [float(stratum[0]) for stratum in strata.values()]
-    down = _farthest(sizes, [mean - bounds[0] for mean in means], level)
-    up = _farthest(sizes, [bounds[1] - mean for mean in means], level)
-    return value - down / len(strata), value + up / len(strata)
-
-
-def _farthest(sizes: Sequence[int], weights: Sequence[float], level: float) -> float:
-    """The largest sum of `weight * share` at which the clients' outcomes still show none of the shares of others.
-
-    That has probability `prod (1 - share)^size`, which is to be (1 - level) / 2. Where a share is not 0, the marginal
-    costs agree: `1 - share = scale * size / weight`.
-    """
-    budget = math.log((1.0 - level) / 2)
-    moved = [(size, weight) for size, weight in zip(sizes, weights, strict=True) if weight > 0]
-    while moved:
-        total = sum(size for size, _ in moved)
-        scale = (budget - math.fsum(size * math.log(size / weight) for size, weight in moved)) / total
-        kept = [(size, weight) for size, weight in moved if scale + math.log(size / weight) < 0]
-        if len(kept) == len(moved):
-            return math.fsum(weight - math.exp(scale) * size for size, weight in moved)
-        moved = kept
-    return 0.0

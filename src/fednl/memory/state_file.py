@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fednl.errors import CheckpointError, SettingsError
 from fednl.files import write_atomic
-from fednl.memory.attach import rules
 from fednl.memory.cache import LayerTensors, MemoryCache
 from fednl.memory.families import attentions, device_of, family_of, heads_of
 from fednl.memory.rules_file import backbone_identity, check_backbone, check_settings, memory_settings
-from fednl.memory.sites import BESIDE, Attachment, attachment
+from fednl.memory.rules_hash import rules_hash
+from fednl.memory.sites import Attachment, attachment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,30 +127,6 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
         cache.counts, cache.positions = tensors["counts"].to(device), tensors["positions"].to(device)
     cache.seen_tokens, cache.has_padding = seen, padded
     return cache
-
-
-def rules_hash(owner: Attachment) -> str:
-    """SHA-256 over names and exact values of all that was learned on a model, and over what these do in it.
-
-    The rules of its memory; factors of a LoRA if it has one, with its scale, what of it is at work and what is merged
-    into the weights; context vectors and coefficients if there are any, with where they are injected.
-    """
-    found = {name: p for name, p in owner.decoder.named_parameters() if "lora_" in name} | rules(owner.decoder)
-    digest = hashlib.sha256()
-    for name, module in owner.decoder.named_modules():
-        scaling = getattr(module, "scaling", None)
-        if isinstance(scaling, dict) and hasattr(module, "lora_A"):  # PEFT's own layer; an attention's is a number
-            lora: Any = module
-            work = [sorted(scaling.items()), lora.active_adapters, lora.disable_adapters, lora.merged_adapters]
-            digest.update(f"{name} {json.dumps(work)}\n".encode())
-    beside = owner.decoder.__dict__.get(BESIDE)
-    if beside is not None:
-        digest.update(f"{beside.how}\n".encode())
-        found |= beside.tensors
-    for name, parameter in sorted(found.items()):
-        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _tensors(cache: MemoryCache) -> dict[str, Tensor]:
