@@ -122,7 +122,7 @@ def test_a_kept_prefix_gives_the_losses_and_gradients_of_whole_passes(model: Any
         with torch.enable_grad(), cache.over(batch):
             loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
         found.append([loss.detach(), *torch.autograd.grad(loss, list(rules(model).values()))])
-    assert (cache.layer, cache.whole, cache.given) == (8, 2, 2)
+    assert (cache.layer, cache.computed, cache.taken) == (8, 2, 2)
     torch.testing.assert_close(found[2:], found[:2], atol=0, rtol=0)
 
 
