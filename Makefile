@@ -38,10 +38,11 @@ test: $(STAMP) ## every test: the quick ones, then those on the real model
 test-fast: $(STAMP) ## the quick tests only
 	$(BIN)/python -m pytest
 
-lint: $(STAMP) ## ruff, strict mypy, import contracts
+lint: $(STAMP) ## ruff, strict mypy (of tests: that every name is there), import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks
 	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP) ## let ruff mend what it can

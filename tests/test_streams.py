@@ -100,7 +100,8 @@ def test_fedweit_answers_an_old_task_with_that_tasks_own_parts_and_the_base_as_i
 ) -> None:
     from fednl.evaluation.outcomes import load_outcomes
 
-    two = {"order": ["passkey", "name-date"], "rounds-per-task": 1, "rotate": True}
+    order = ["passkey", "name-date"]
+    two = {"order": order, "rounds-per-task": 1, "rotate": True}
     sizes = {"tokens": 560, "clients": 2, "train": 2, "validation": 1, "test": 2}
     own = {"sparsity": 1e-4, "drift": 1.0}
     rate = {"rounds": 2, "local-lr": 0.3}
@@ -115,7 +116,7 @@ def test_fedweit_answers_an_old_task_with_that_tasks_own_parts_and_the_base_as_i
     rules = algorithm.answers(newest.params, newest.client_states["client-01"])
     base = {name: tensor for name, tensor in rules.items() if "/" not in name}
     assert equal(base, final(run))
-    for task in two["order"]:
+    for task in order:
         own_rules = {name.removeprefix(f"{task}/"): t for name, t in rules.items() if name.startswith(f"{task}/")}
         assert own_rules.keys() == base.keys() and not equal(own_rules, base)
         expected = bench.score("federated", "client-01", own_rules, lambda facts: None, [task])

@@ -1,3 +1,5 @@
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
@@ -6,7 +8,7 @@ from fednl.evaluation.settings import ARMS, Arm, EvaluationSettings
 
 def test_the_default_and_every_arm_have_words() -> None:
     assert set(EvaluationSettings().arms) <= set(ARMS)
-    assert set(ARMS) == set(Arm.__args__)
+    assert set(ARMS) == set(get_args(Arm))
 
 
 def test_a_toml_array_is_taken_and_written_back() -> None:
