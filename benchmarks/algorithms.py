@@ -41,6 +41,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fedavgm, server-lr 2": ("fedavgm.momentum=0.0", "fedavgm.server-lr=2.0"),
     "fedavgm, server-lr 3": ("fedavgm.momentum=0.0", "fedavgm.server-lr=3.0"),
     "fedavgm, server-lr 5": ("fedavgm.momentum=0.0", "fedavgm.server-lr=5.0"),
+    "fedavg, twice the rounds": (),
+    "fedavg, four times the rounds": (),
+    "fedavgm, server-lr 2, twice the rounds": ("fedavgm.momentum=0.0", "fedavgm.server-lr=2.0"),
+    "fedavgm, server-lr 2, four times the rounds": ("fedavgm.momentum=0.0", "fedavgm.server-lr=2.0"),
+    "fedavgm, server-lr 3, four times the rounds": ("fedavgm.momentum=0.0", "fedavgm.server-lr=3.0"),
     "fedadam": ("fedadam.server-lr=1e-2",),
     "fedadam, server-lr 3e-2": ("fedadam.server-lr=3e-2",),
     "fedyogi": ("fedyogi.server-lr=1e-2",),
@@ -57,6 +62,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "flexlora": (*LORA, "training.optimizer-state=reset"),  # its factors are others every round
 }
 """What is compared, by name: the algorithm is what stands before the comma; with the settings that differ."""
+OFTEN = {"twice the rounds": 2, "four times the rounds": 4}
+"""Last words of a name: as many steps in all, averaged so much more often."""
 
 STREAM_METHODS: dict[str, tuple[str, ...]] = {
     "fedavg": (),
@@ -94,7 +101,10 @@ class Bench:
         """The settings of one method at one learning rate, measured in some arms."""
         algorithm = f"federation.algorithm={name.partition(',')[0]}"
         sets = [algorithm, *self.methods[name], *self.own, f"training.local-lr={rate}", *self.given]
-        return load_config("configs/algorithms.toml", [*sets, f"evaluation.arms={json.dumps(list(arms))}"])
+        config = load_config("configs/algorithms.toml", [*sets, f"evaluation.arms={json.dumps(list(arms))}"])
+        often = OFTEN.get(name.rpartition(", ")[2], 1)
+        rounds, steps = config.training.rounds * often, max(1, config.training.local_steps // often)
+        return config.with_overrides([f"training.rounds={rounds}", f"training.local-steps={steps}"])
 
     def run(self, name: str, rate: float, arms: Sequence[str]) -> Run:
         """The run of one method at one learning rate: made, gone on with, or as it is."""
