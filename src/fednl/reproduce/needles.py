@@ -140,18 +140,19 @@ _LORA_METHODS = (WINDOW_LORA, FULL_LORA, FEDALA, FFA)
 
 _TINY = Scale(about="seconds", sets=(*_TASK, *settings.TINY_NEEDLES), lengths=(430,), facts=(2,))
 _SMALL = Scale(
-    about="SmolLM2-135M from the public rules, trained at 224 tokens, asked at 1,024 and 2,048; 15 questions a client",
+    about="SmolLM2-135M from the public rules, trained at 320 tokens, asked at 1,024 and 2,048; 15 questions a client",
     sets=(
         *_TASK,
         *settings.SMOLLM2,
-        "data.tokens=224",
+        "data.tokens=320",
         "data.questions=4",
         "data.train=750",
         "data.validation=0",
         "data.test=15",
         "memory.window-tokens=64",
         "training.rounds=6",
-        "training.local-steps=6",
+        "training.local-steps=10",
+        "training.batch=1",
         "training.local-lr=1e-2",
         "federation.quorum=5",
         "evaluation.batch=4",
