@@ -8,7 +8,8 @@ Trains each method at every local learning rate of one grid, picks the rate by t
 and only then reads the test questions, with the picked rules. Each (method, rate) is an ordinary run in its own folder:
 whatever stopped the command, the same command goes on. The pooled learner, a yardstick and no method, answers at every
 rate, and its rate is picked by validation all the same. Prints Markdown: accuracy and nats with 95% intervals, the lag
-behind as many steps on pooled data, seconds and bytes; then forgetting and backward transfer on the stream.
+behind as many steps on pooled data, the share of FedAvg's that is closed, seconds and bytes; then forgetting and
+backward transfer on the stream.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config, load_config
+from fednl.evaluation.closing import share_closed
+from fednl.evaluation.outcomes import load_outcomes, values_by_client
 from fednl.reproduce.keeping import run_at
 from fednl.runs import Run
 
@@ -155,6 +158,17 @@ def answers(run: Run, arm: str) -> list[str]:
     return [cell(macro(run, arm, "candidates"), 100, ".1f"), cell(macro(run, arm, "nats_per_token"), 1, ".2f")]
 
 
+def nats(run: Run, arm: str) -> dict[str, list[float]]:
+    """An arm's cross-entropies by client, paired with other runs' of the same questions."""
+    return values_by_client(load_outcomes(run.path / "results/needles.outcomes.jsonl")[arm], "nats_per_token")
+
+
+def closed(run: Run, ends: Sequence[dict[str, list[float]]]) -> str:
+    """The cell of how much of the way from FedAvg to the pooled learner a run goes, %, where both are there."""
+    share = share_closed(nats(run, "federated"), *ends, seed=0) if ends else None
+    return cell(vars(share), 100, ".1f") if share else "-"
+
+
 def costs(run: Run, folder: str) -> list[str]:
     """The cells of seconds in all rounds, and of mean bytes of a client in a round, up and down."""
     rounds = run.read_jsonl(f"{folder}rounds.jsonl")
@@ -171,6 +185,7 @@ def table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 def compare(bench: Bench, names: Sequence[str]) -> str:
     """The first table; with FedAvg among the methods also the pooled learner and what there is without training."""
     pooled, body = math.nan, []
+    ends: list[dict[str, list[float]]] = []
     for name in names:
         trained = ["pooled"] if name == "fedavg" else []  # an arm is trained where it is measured
         rate = bench.best_rate(name, trained)
@@ -178,15 +193,18 @@ def compare(bench: Bench, names: Sequence[str]) -> str:
         if trained:
             best = bench.best_rate(name, trained, "arms/pooled/")
             other = bench.run(name, best, trained) if best != rate else run
+            ends = [nats(run, "federated"), nats(other, "pooled")]
             pooled = macro(other, "pooled", "nats_per_token")["value"]
             own = [f"{best:g}", f"{last_validation(other, 'arms/pooled/'):.3f}"]
-            body.append(["window only, untrained", "-", "-", *answers(run, "window-only"), *["-"] * 4])
-            body.append(["pooled data", *own, *answers(other, "pooled"), "-", *costs(other, "arms/pooled/")])
+            body.append(["window only, untrained", "-", "-", *answers(run, "window-only"), *["-"] * 5])
+            body.append(["pooled data", *own, *answers(other, "pooled"), "-", "-", *costs(other, "arms/pooled/")])
         lag = macro(run, "federated", "nats_per_token")["value"] - pooled
         own = [f"{rate:g}", f"{last_validation(run):.3f}", *answers(run, "federated")]
-        body.append([name, *own, f"{lag:+.2f}" if math.isfinite(lag) else "-", *costs(run, "")])
+        behind = [f"{lag:+.2f}" if math.isfinite(lag) else "-", closed(run, ends) if name != "fedavg" else "-"]
+        body.append([name, *own, *behind, *costs(run, "")])
     n = macro(run, "federated", "candidates")["n"]
     columns = ["method", "local lr", "validation, nats", "right of four, %", "nats/token", "lag behind pooled, nats"]
+    columns += ["of FedAvg's lag closed, %"]
     after = f"n = {n} questions, macro over clients, chance 25%; bytes are of a client in a round."
     return f"{table([*columns, 'seconds', 'bytes up', 'bytes down'], body)}\n\n{after}"
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from fednl.evaluation.outcomes import Outcome, save_outcomes
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.reproduce import keeping
+from fednl.runs import Run
 from small_run import tiny_backbone
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "algorithms.py"
@@ -80,3 +82,33 @@ def test_every_run_of_both_tables_can_be_as_it_is_set(benchmark: ModuleType, mon
         for name in methods:
             config = bench.config(name, 1e-2, ["federated"])
             assert config.federation.quorum <= config.data.clients
+
+
+def test_halfway_from_fedavg_to_the_pooled_learner_half_of_the_lag_is_closed(
+    benchmark: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "results").mkdir()
+    nats = {"fedavg": (3.0, 3.2, 2.0, 2.4), "pooled": (1.0, 1.2, 1.0, 1.4), "federated": (2.0, 2.2, 1.5, 1.9)}
+    arms = {
+        arm: [Outcome("ab"[i // 2], i % 2, 0, 0, True, True, value, 1.0, 2) for i, value in enumerate(values)]
+        for arm, values in nats.items()
+    }
+    save_outcomes(tmp_path / "results" / "needles.outcomes.jsonl", arms)
+    run = Run(tmp_path)
+    ends = [benchmark.nats(run, arm) for arm in ("fedavg", "pooled")]
+    assert ends[0] == {"a": [3.0, 3.2], "b": [2.0, 2.4]}
+    assert benchmark.closed(run, ends) == "50.0 [50.0, 50.0]"
+    assert benchmark.closed(run, []) == "-"
+
+
+def test_as_many_steps_in_all_however_often_clients_are_averaged(benchmark: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.chdir(SCRIPT.parents[1])
+    given = ["training.rounds=4", "training.local-steps=4"]
+    bench = benchmark.Bench(Path("runs"), benchmark.GRID, given, (), benchmark.METHODS)
+    for name, plan in (
+        ("fedavg", (4, 4)),
+        ("fedavgm, server-lr 2, twice the rounds", (8, 2)),
+        ("fedavg, four times the rounds", (16, 1)),
+    ):
+        training = bench.config(name, 1e-2, []).training
+        assert (training.rounds, training.local_steps) == plan

@@ -82,3 +82,16 @@ def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path} line {number} is not an outcome: measure the run again.") from None
     return arms
+
+
+def values_by_client(outcomes: Sequence[Outcome], field: str) -> dict[str, list[float]]:
+    """Gives one number of every outcome, by client and in the order of the questions, which pairs it with others'.
+
+    Args:
+        outcomes: of one arm, in any order.
+        field: the name of a numeric field of `Outcome`, or of a property.
+    """
+    clients: dict[str, list[float]] = {}
+    for one in sorted(outcomes, key=lambda one: (one.client, one.index)):
+        clients.setdefault(one.client, []).append(float(getattr(one, field)))
+    return clients

@@ -7,7 +7,7 @@ from functools import partial
 
 from fednl.evaluation.closing import share_closed
 from fednl.evaluation.measures import METRICS, NEEDLES
-from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.outcomes import values_by_client
 from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
@@ -82,7 +82,7 @@ def rows_of(answers: Answers, one: Asked, seed: int) -> list[Row]:
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
         return rows
     for metric in _CLOSED:
-        values = [_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
+        values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
         share = share_closed(values[0], values[1], values[2], seed)
@@ -121,13 +121,6 @@ def _outside(line: str, tokens: int, reach: int | None) -> str:
     """What is said of full attention beyond the text that the backbone was trained on."""
     grows = any(word in line for word in _GROWS)
     return " (outside trained range)" if grows and reach is not None and tokens > reach else ""
-
-
-def _by_client(outcomes: Sequence[Outcome], name: str) -> dict[str, list[float]]:
-    clients: dict[str, list[float]] = {}
-    for one in sorted(outcomes, key=lambda one: (one.client, one.index)):
-        clients.setdefault(one.client, []).append(float(getattr(one, name)))
-    return clients
 
 
 _READING = (
