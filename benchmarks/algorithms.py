@@ -106,8 +106,10 @@ class Bench:
         sets = [algorithm, *self.methods[name], *self.own, f"training.local-lr={rate}", *self.given]
         config = load_config("configs/algorithms.toml", [*sets, f"evaluation.arms={json.dumps(list(arms))}"])
         often = OFTEN.get(name.rpartition(", ")[2], 1)
-        rounds, steps = config.training.rounds * often, max(1, config.training.local_steps // often)
-        return config.with_overrides([f"training.rounds={rounds}", f"training.local-steps={steps}"])
+        rounds, steps = config.training.rounds, config.training.local_steps
+        if steps % often:
+            raise SystemExit(f"training.local-steps={steps} cannot be shared out for {name!r}: a multiple of {often}")
+        return config.with_overrides([f"training.rounds={rounds * often}", f"training.local-steps={steps // often}"])
 
     def run(self, name: str, rate: float, arms: Sequence[str]) -> Run:
         """The run of one method at one learning rate: made, gone on with, or as it is."""

@@ -112,3 +112,6 @@ def test_as_many_steps_in_all_however_often_clients_are_averaged(benchmark: Modu
     ):
         training = bench.config(name, 1e-2, []).training
         assert (training.rounds, training.local_steps) == plan
+    odd = benchmark.Bench(Path("runs"), benchmark.GRID, ["training.local-steps=6"], (), benchmark.METHODS)
+    with pytest.raises(SystemExit, match="a multiple of 4"):
+        odd.config("fedavg, four times the rounds", 1e-2, [])
