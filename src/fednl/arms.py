@@ -99,7 +99,8 @@ def inside(arm: str, name: str) -> str:
 def make_algorithm(config: Config, arm: str) -> FedAvg:
     """The algorithm of a trained arm, with its settings and what it may share."""
     name, shared = algorithm_of(config, arm), TRAINED[arm].shared or config.federation.shared
-    return ALGORITHMS[name](config.method_settings if name == config.federation.algorithm else None, shared)
+    own = config.method_settings if name == config.federation.algorithm else None
+    return ALGORITHMS[name](own, shared, exchange_of(config, arm).combine.counted)
 
 
 def algorithm_of(config: Config, arm: str) -> str:

@@ -1,7 +1,7 @@
 """One client: params in, params out, over one frozen backbone; in this process or in a worker process.
 
-A `Bench` is what a process holds: the backbone, every client's private data, and one setup at a time (bare,
-window, the run's own adapters, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
+A `Bench` is what a process holds: the backbone, every client's private data, and one setup at a time (bare, window,
+the run's own adapters, LoRA). Its operations take and give tensors and numbers only; text never leaves it.
 """
 
 from __future__ import annotations
@@ -145,13 +145,14 @@ class Bench:
         now = {holder: self.stream.at(holder, round) for holder in holders}
         return [example for example in found if example.task == now[example.client]]
 
-    def task_that_ends(self, client: str, round: int) -> str:
-        """The task whose data end with a round for a client, in a stream of tasks; empty where none does."""
+    def tasks_in(self, client: str, round: int) -> tuple[str, str]:
+        """A client's task in a round of a stream, and the same again where it ends with it; empty where none does."""
         if self.stream is None or client == POOLED:
-            return ""
+            return "", ""
         number, seed = self.config.federation.clients_per_round, self.config.run.seed
-        taking_part = [name for name in self.data if name not in self.config.data.hold_out_clients]
-        return self.stream.ends(client, round, lambda later: sample_clients(taking_part, number, seed, later))
+        names = [name for name in self.data if name not in self.config.data.hold_out_clients]
+        ends = self.stream.ends(client, round, lambda later: sample_clients(names, number, seed, later))
+        return self.stream.at(client, round), ends
 
     def collated(self, examples: Sequence[Any], join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Tensor]:
         """Examples as a batch on the backbone's device, joined by `collate` or `demonstrations`."""
@@ -161,8 +162,7 @@ class Bench:
     def collect(self, client: str, round: int) -> Params:
         """What the mounted adapters read off a client's training examples of a round, without training.
 
-        They read under the start rules, whatever rules the model met last, and what they read is on the CPU, as rules
-        in messages are.
+        They read under the start rules, whatever the model met last; what they read is on the CPU, as messages are.
         """
         self.put(self._start[self._mounted])
         # As many rows as a training step: in bfloat16 every other shape of a batch costs seconds to prepare.
@@ -236,7 +236,7 @@ class Bench:
                 )
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
-            plan = LocalPlan.of(training, message.round, self.task_that_ends(client, message.round))
+            plan = LocalPlan.of(training, message.round, *self.tasks_in(client, message.round))
             return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
         return train

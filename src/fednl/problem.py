@@ -74,6 +74,11 @@ class ClientProblem:
         """Gives what the mounted adapters read off the training examples without training."""
         return self._bench.collect(self._client, self._round)
 
+    def earlier(self, task: str) -> ClientProblem:
+        """Gives the same client's data of an earlier task of its stream, as in the last round of that task."""
+        assert self._bench.stream is not None, "tasks are named in streams only"
+        return ClientProblem(self._bench, self._client, self._bench.stream.last_round(self._client, task))
+
     def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[dict[str, Tensor]]:
         """Gives `steps` batches, the same for the same (seed, client, round, purpose); size 0 is `training.batch`."""
         rng = python_rng(self._bench.config.run.seed, purpose, self._client, self._round)

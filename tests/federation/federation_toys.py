@@ -61,6 +61,9 @@ class Regression:
     def collect(self) -> Params:
         return {}
 
+    def earlier(self, task: str) -> Regression:
+        return replace(self, round=int(task.removeprefix("task-")))
+
     def loss(self, params: Params, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, target = batch
         weight = params[WRITE] + params[PROJECTION]
@@ -137,8 +140,9 @@ def toy_endpoint(
         client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
     ) -> tuple[Message, ClientState]:
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
-        ends = f"task-{message.round}" if task_rounds and message.round % task_rounds == 0 else ""
-        plan = LocalPlan.of(training, message.round, ends)
+        last = math.ceil(message.round / task_rounds) * task_rounds if task_rounds else 0
+        task = f"task-{last}" if last else ""
+        plan = LocalPlan.of(training, message.round, task, task if last == message.round else "")
         return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
     return endpoint

@@ -14,6 +14,8 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedprox import FedProx, FedProxSettings
 from fednl.federation.algorithms.scaffold import Scaffold, ScaffoldSettings
 from fednl.federation.checkpoint import load_newest
+from fednl.federation.combine import Mean
+from fednl.federation.exchange import CombineSettings
 from fednl.federation.message import Message
 from fednl.federation.params import equal, finite, norm, subtract
 from fednl.federation.settings import TrainingSettings
@@ -111,7 +113,7 @@ def test_scaffold_by_hand() -> None:
     assert torch.equal(after["control/w"], state["control/w"])
     torch.testing.assert_close(reply.extra["control/w"], published - state["control/w"], rtol=0, atol=1e-14)
     assert float(reply.extra["held"]) == 1
-    assert set(after) == {"control/w", "pending/w", "sent"}
+    assert set(after) == {"control/w", "pending/w", "sent", "sent/weight"}
 
 
 def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> None:
@@ -143,6 +145,31 @@ def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> Non
         torch.testing.assert_close(server["control/w"], mean, rtol=0, atol=1e-14)
         assert int(server["examples"]) == examples
     assert server["held"].tolist() == [2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("weights", ["examples", "uniform"])
+@pytest.mark.parametrize("sizes", [(1, 100), (100, 1), (4, 4)])
+def test_scaffold_follows_numbers_of_examples_that_change_with_the_task(sizes: tuple[int, int], weights: str) -> None:
+    combine = CombineSettings(weights=weights, max_examples=250)
+    algorithm, params = Scaffold(shared="all", weigh=combine.counted), {"w": numbers(0.0, 0.0)}
+    server: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {"left": {}, "right": {}}
+    for round in range(1, 161):
+        n = sizes[round > 6]
+        bowls = {"left": Bowl(numbers(-1.0, 2.0), 4.0, 3 * n), "right": Bowl(numbers(3.0, -5.0), 1.0, n)}
+        received = Message(params, algorithm.broadcast(params, server), round=round)
+        mean = Mean(combine, params)
+        for client, bowl in bowls.items():
+            reply, states[client] = descend(algorithm, bowl, received, states[client], 0.1, 8)
+            mean.add(reply)
+        params, server = algorithm.server_step(params, replace(mean.result(), round=round), server)
+        counts = {client: combine.counted(bowl.num_examples) for client, bowl in bowls.items()}
+        sent = sum(counts[client] * states[client]["pending/w"] for client in bowls) / sum(counts.values())
+        torch.testing.assert_close(server["control/w"], sent, rtol=0, atol=1e-9)
+        assert int(server["examples"]) == sum(counts.values())
+    pulls = {client: counts[client] * bowl.curvature for client, bowl in bowls.items()}
+    optimum = sum(pulls[client] * bowl.centre for client, bowl in bowls.items()) / sum(pulls.values())
+    torch.testing.assert_close(params["w"], optimum, rtol=0, atol=1e-6)
 
 
 def test_scaffold_does_not_correct_a_client_that_is_new() -> None:

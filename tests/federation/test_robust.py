@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednl.errors import SettingsError
-from fednl.federation.combine import Mean, weight_of, within
+from fednl.federation.combine import Mean, within
 from fednl.federation.exchange import CombineSettings, Exchange, check_exchange
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, norm, shortened, subtract
@@ -115,10 +115,10 @@ def test_missing_clients_are_faulty_ones_and_more_of_them_make_no_update() -> No
 
 def test_weights_are_bounded() -> None:
     message = Message({}, num_examples=10**9)
-    assert weight_of(message, CombineSettings()) == 10**9
-    assert weight_of(message, CombineSettings(max_examples=50)) == 50
-    assert weight_of(message, CombineSettings(weights="uniform")) == 1
-    assert weight_of(Message({}), CombineSettings(weights="uniform")) == 0
+    assert CombineSettings().counted(message.num_examples) == 10**9
+    assert CombineSettings(max_examples=50).counted(message.num_examples) == 50
+    assert CombineSettings(weights="uniform").counted(message.num_examples) == 1
+    assert CombineSettings(weights="uniform").counted(0) == 0
     _, mean = combined(CombineSettings(max_examples=2), [1.0, 4.0], [10**9, 1], 2)
     assert mean is not None
     assert mean.params["w"].item() == 2.0

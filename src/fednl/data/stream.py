@@ -64,6 +64,10 @@ class Stream:
         place = (round - 1) // self.settings.rounds_per_task
         return self.tasks_of(client)[min(place, len(self.settings.order) - 1)]
 
+    def last_round(self, client: str, task: str) -> int:
+        """The last round of one of a client's tasks, counted from 1."""
+        return self.settings.last_rounds[self.tasks_of(client).index(task)]
+
     def ends(self, client: str, round: int, asked: Callable[[int], Collection[str]]) -> str:
         """Names the task that ends for a client with a round; empty where none does.
 

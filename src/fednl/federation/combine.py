@@ -86,7 +86,7 @@ class Mean:
 
     def add(self, message: Message) -> None:
         """Takes one reply in."""
-        weight = weight_of(message, self._settings)
+        weight = self._settings.counted(message.num_examples)
         if weight:
             bounded = within(message, self._start, self._settings.norm_cap)
             self._capped += bounded is not message
@@ -104,18 +104,6 @@ class Mean:
     def facts(self) -> dict[str, float]:
         """Gives how many clients were shortened to the cap, where there is one."""
         return {"capped_clients": float(self._capped)} if self._settings.norm_cap else {}
-
-
-def weight_of(message: Message, settings: CombineSettings) -> int:
-    """Gives what a reply counts in the mean.
-
-    Args:
-        message: an accepted reply.
-        settings: the `[combine]` section.
-    """
-    if settings.weights == "uniform":
-        return int(message.num_examples > 0)
-    return min(message.num_examples, settings.max_examples or message.num_examples)
 
 
 def within(message: Message, start: Params, cap: float) -> Message:

@@ -68,6 +68,12 @@ class CombineSettings(Section):
         """How many clients must be asked in a round under this rule."""
         return 1 if self.rule == "mean" else 2 * self.attackers + 3
 
+    def counted(self, examples: int) -> int:
+        """Gives what a client with so many examples counts in the mean."""
+        if self.weights == "uniform":
+            return int(examples > 0)
+        return min(examples, self.max_examples or examples)
+
     @property
     def is_plain(self) -> bool:
         """Whether this is the weighted mean and nothing else."""

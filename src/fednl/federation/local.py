@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[dict[str, Any]], None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPEN = "open/"
+"""What precedes, in a client's state, the name of the task that it is at and that has not ended for it."""
 
 
 class Problem(Protocol):
@@ -32,6 +34,10 @@ class Problem(Protocol):
 
     def collect(self) -> Params:
         """Gives what an adapter reads off the client's training examples without training, by the names of rules."""
+        ...
+
+    def earlier(self, task: str) -> Problem:
+        """Gives the same client's data of an earlier task of its stream."""
         ...
 
     def loss(self, params: Params, batch: Any) -> torch.Tensor:
@@ -62,7 +68,8 @@ class LocalPlan:
         total_steps: a client's steps over all rounds of the run.
         optimizer_state: `"keep"` or `"reset"`.
         clip: largest L2 norm of a step's gradient; 0 for no limit.
-        ends: the name of the task whose data end with this round, in a stream of tasks; empty for none.
+        task: the name of the round's task in a stream of tasks; empty for none.
+        ends: the same name where the task ends with this round; else empty.
     """
 
     round: int
@@ -73,11 +80,12 @@ class LocalPlan:
     total_steps: int = 0
     optimizer_state: str = "keep"
     clip: float = 1.0
+    task: str = ""
     ends: str = ""
 
     @classmethod
-    def of(cls, training: TrainingSettings, round: int, ends: str = "") -> LocalPlan:
-        """Gives the plan of a round, counted from 1, under a `[training]` section; `ends` as in the class."""
+    def of(cls, training: TrainingSettings, round: int, task: str = "", ends: str = "") -> LocalPlan:
+        """Gives the plan of a round, counted from 1, under a `[training]` section; `task`, `ends` as in the class."""
         return cls(
             round=round,
             steps=training.local_steps,
@@ -87,6 +95,7 @@ class LocalPlan:
             total_steps=training.rounds * training.local_steps,
             optimizer_state=training.optimizer_state,
             clip=training.clip,
+            task=task,
             ends=ends,
         )
 
@@ -149,7 +158,8 @@ def train_locally(
         return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status=status), state
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     watched = _Watched(problem)
-    params, new_state = algorithm.start(received, state, watched)
+    begun = _with_late_end(algorithm, problem, received, state, plan)
+    params, new_state = algorithm.start(received, begun, watched)
     steps = algorithm.steps(new_state, plan.steps)
     optimizer = _AdamW(params, algorithm.trainable(params), new_state, plan)
     losses: list[float] = []
@@ -167,11 +177,30 @@ def train_locally(
     if plan.ends:
         new_state = algorithm.boundary(plan.ends, params, new_state, watched)
     message, new_state = algorithm.finish(params, received, optimizer.kept(new_state), watched)
+    new_state = _with_task(new_state, plan) if algorithm.consolidates else new_state
     spent = {"seconds_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
     message = _signed(message, received, losses, spent)
     _check_allowed(algorithm, message)
     healthy = finite(message.params) and finite(new_state)
     return message, new_state if healthy else state
+
+
+def _with_late_end(
+    algorithm: FedAvg, problem: Problem, received: Message, state: ClientState, plan: LocalPlan
+) -> ClientState:
+    """Ends the task that the client was at, if it is at another now: it was missing, or failed, in the last round."""
+    task = next((name.removeprefix(_OPEN) for name in state if name.startswith(_OPEN)), plan.task)
+    if task == plan.task:
+        return state
+    before = problem.earlier(task)
+    params, begun = algorithm.start(received, state, before)
+    return algorithm.boundary(task, params, begun, before)
+
+
+def _with_task(state: ClientState, plan: LocalPlan) -> ClientState:
+    """The state with the task that has yet to end."""
+    others = {name: tensor for name, tensor in state.items() if not name.startswith(_OPEN)}
+    return others | ({f"{_OPEN}{plan.task}": torch.ones(())} if plan.task and not plan.ends else {})
 
 
 def _signed(message: Message, received: Message, losses: list[float], spent: Mapping[str, float]) -> Message:
@@ -206,6 +235,9 @@ class _Watched:
 
     def collect(self) -> Params:
         return self._problem.collect()
+
+    def earlier(self, task: str) -> Problem:
+        return self._problem.earlier(task)
 
     def loss(self, params: Params, batch: Any) -> torch.Tensor:
         loss = self._problem.loss(params, batch)

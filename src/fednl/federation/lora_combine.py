@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.combine import weight_of
 from fednl.federation.exchange import CombineSettings
 from fednl.federation.lora_products import ProductMean
 from fednl.federation.lora_ranks import padded, rank_axis
@@ -43,7 +42,7 @@ class LoraCombiner:
 
     def add(self, message: Message) -> None:
         """Takes one reply in."""
-        weight = float(weight_of(message, self._settings))
+        weight = float(self._settings.counted(message.num_examples))
         self._weight += weight
         for name, held in self._held.items():
             held[: len(message.params[name])] += weight

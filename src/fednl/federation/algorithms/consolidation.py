@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Consolidation(FedAvg):
-    """Adds a pull, weighted element by element, towards the rules at the end of the last task; no algorithm itself.
+    """Adds a pull, weighted element by element, towards the rules of the last task; no algorithm itself.
 
     The penalty is `pull` sum_i importance_i (w_i - anchor_i)^2 over all rules that local steps move, shared or
     private. Importance and anchor are a client's own, in its state as `importance/NAME` and `anchor/NAME`; they
@@ -32,7 +32,7 @@ class Consolidation(FedAvg):
 
     @abstractmethod
     def consolidated(self, params: Params, state: ClientState, problem: Problem) -> tuple[Params, Params]:
-        """Gives the new importance and the new anchor of each rule that local steps move.
+        """Gives the new importance of each rule that local steps move, and its new anchor where that is known already.
 
         Args:
             params: the rules after the last local step of a task.
@@ -48,7 +48,7 @@ class Consolidation(FedAvg):
             received: the server's message.
             state: the client's state.
         """
-        held = [name for name in params if f"importance/{name}" in state] if self.pull else []
+        held = [name for name in params if f"anchor/{name}" in state] if self.pull else []
         return self.pull * sum(
             (state[f"importance/{name}"] * (params[name] - state[f"anchor/{name}"]).square()).sum() for name in held
         )
@@ -63,5 +63,6 @@ class Consolidation(FedAvg):
             problem: the task's data and loss.
         """
         importance, anchor = self.consolidated(params, state, problem)
-        kept = {f"importance/{name}": tensor for name, tensor in importance.items()}
-        return {**state, **kept, **{f"anchor/{name}": tensor.detach().clone() for name, tensor in anchor.items()}}
+        kept = {name: tensor for name, tensor in state.items() if not name.startswith("anchor/")}
+        kept |= {f"importance/{name}": tensor for name, tensor in importance.items()}
+        return {**kept, **{f"anchor/{name}": tensor.detach().clone() for name, tensor in anchor.items()}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
@@ -29,6 +29,7 @@ class FedAvg:
         settings: an instance of this class's `Settings`; None for its defaults.
         shared: what travels: a preset, a group, a pattern of names, or a list of these. What does not travel
             stays private to each client, in its state under `private/NAME`, and survives rounds.
+        weigh: gives what a client with so many examples counts in the mean; None for as much as it has examples.
 
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; private parts: FedPer (arXiv 1912.00818).
     """
@@ -40,11 +41,19 @@ class FedAvg:
     pooled: ClassVar[str] = "fedavg"
     """The algorithm with which one learner trains the same thing on everybody's examples."""
 
-    def __init__(self, settings: Any = None, shared: str | Sequence[str] = "theta") -> None:
+    def __init__(
+        self, settings: Any = None, shared: str | Sequence[str] = "theta", weigh: Callable[[int], int] | None = None
+    ) -> None:
         self.settings: Any = self.Settings() if settings is None else settings
         if type(self.settings) is not self.Settings:
             raise TypeError(f"{type(self).__name__} takes an instance of {self.Settings.__name__}")
         self.lets_out = shared
+        self.weigh = weigh or int
+
+    @property
+    def consolidates(self) -> bool:
+        """Whether the end of a task in a stream of tasks means anything to it."""
+        return type(self).boundary is not FedAvg.boundary
 
     def shared(self, names: Iterable[str]) -> list[str]:
         """Lists the names that travel every round, sorted; the allow-list in both directions.

@@ -42,15 +42,16 @@ class FedSsiSettings(Section):
 class FedSsi(Consolidation):
     """Adds strength sum_i O_i (w_i - w'_i)^2, with O the path integral of a surrogate model over finished tasks.
 
-    At a task's end the client trains a surrogate v on that task's data, from the rules w' that the round began
-    with (the server's, and the client's private ones): v = v - surrogate_lr (g + q (v - w')), with
+    At a task's end the client trains a surrogate v on that task's data, from the rules u that the round began
+    with (the server's, and the client's private ones): v = v - surrogate_lr (g + q (v - u)), with
     q = (1 - locality) / (2 locality) and g the gradient of the data's loss. Each step adds -g_i (change of v_i) to
-    o_i, and the task adds max(0, o_i / ((v_i - w'_i)^2 + xi)) to O_i. w' is the anchor of later tasks. The
-    surrogate is then dropped; nothing of it travels. Settings: `FedSsiSettings`.
+    o_i, and the task adds max(0, o_i / ((v_i - u_i)^2 + xi)) to O_i. The surrogate is then dropped; nothing of it
+    travels. The anchor w' is what the next round begins with: what all clients together made of the task.
+    Settings: `FedSsiSettings`.
 
     Source: FedSSI (arXiv 2412.13779), eqs. 2, 5 and 6; synaptic intelligence: Zenke et al. 2017 (arXiv 1703.04200),
-    eqs. 3 to 5. Ours, where these leave it open: g without the pull, no O below 0, plain steps, w' as of the
-    last round of the task, and all defaults but xi.
+    eqs. 3 to 5. Ours, where these leave it open: g without the pull, no O below 0, plain steps, u as of the last
+    round of the task, and all defaults but xi.
     """
 
     Settings: ClassVar[type[BaseModel]] = FedSsiSettings
@@ -62,7 +63,7 @@ class FedSsi(Consolidation):
         return float(self.settings.strength)
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
-        """Starts as FedAvg does, and remembers for this round what from, as `start/NAME`.
+        """Starts as FedAvg does, remembers for this round what from, as `start/NAME`; it is the anchor after a task.
 
         Args:
             received: the server's message.
@@ -70,7 +71,10 @@ class FedSsi(Consolidation):
             problem: the client's data and loss.
         """
         params, state = super().start(received, state, problem)
-        return params, {**state, **{f"start/{name}": params[name] for name in self.trainable(params)}}
+        moved = self.trainable(params)
+        fresh = [name for name in moved if f"importance/{name}" in state and f"anchor/{name}" not in state]
+        anchors = {f"anchor/{name}": params[name].detach().clone() for name in fresh}
+        return params, {**state, **anchors, **{f"start/{name}": params[name] for name in moved}}
 
     def consolidated(self, params: Params, state: ClientState, problem: Problem) -> tuple[Params, Params]:
         """Trains the surrogate, and turns its path into importance.
@@ -98,7 +102,7 @@ class FedSsi(Consolidation):
             distance = (surrogate[name] - start[name]).square()
             old = state.get(f"importance/{name}", path[name] * 0)
             importance[name] = old + (path[name] / (distance + settings.xi)).clamp(min=0)
-        return importance, start
+        return importance, {}
 
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem

@@ -136,6 +136,9 @@ class FedWeIt(FedAvg):
             problem: the client's data and loss.
         """
         rules, state = super().start(received, state, problem)
+        if "ended" in state:  # late, after its last round: the reply goes by the task that begins
+            moments = "optimizer/" if self.settings.parts else "ended"
+            state = {name: t for name, t in state.items() if not name.startswith(("ended", moments))}
         if self.settings.parts and not any(name.startswith("now/") for name in state):
             fresh = self._fresh(rules, received, state)
             state = {name: tensor for name, tensor in state.items() if not name.startswith("heard/")} | fresh

@@ -33,14 +33,15 @@ class Scaffold(FedAvg):
 
     Clients with different data then agree on where to go, and the average no longer settles between their own
     optima. A message carries a control variate of the size of each shared rule, both ways, so a round costs
-    twice FedAvg's bytes. A client keeps c_k in its state as `control/NAME`, and the one that it sent last as
-    `pending/NAME` until it hears that the round `sent` counted: after a round without a quorum c_k is the old one.
+    twice FedAvg's bytes. A client keeps c_k in its state as `control/NAME`, with its `weight` in c, and what it
+    sent last as `pending/NAME` and `sent/weight` until it hears that the round `sent` counted: after a round without
+    a quorum c_k is the old one.
 
     As published, c_k becomes c_k - c + (w_sent - w_k) / (steps rate). That is the mean of a round's data
     gradients under plain SGD, but no gradient at all under AdamW; here that mean is taken itself. A client's
-    weight in c is its examples, as in the mean of the rules. c is over the clients heard so far: one that
-    takes part for the first time is not corrected, and counts in c from then on (as published it would start
-    from c_k = 0). If the server refuses a single reply, its change of c_k is missing from c.
+    weight in c is that in the mean of the rules, and changes with it from task to task. c is over the clients
+    heard so far: one that takes part for the first time is not corrected, and counts in c from then on (as
+    published it would start from c_k = 0). If the server refuses a single reply, its change of c_k is missing from c.
     Settings: `ScaffoldSettings`.
 
     Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, option II; the three choices above are ours.
@@ -52,8 +53,9 @@ class Scaffold(FedAvg):
     def extra(self, params: Params) -> Params:
         """Names a control variate for each shared rule, and `held`.
 
-        In a reply, `held` is 1 if c holds an earlier c_k of this client, else 0; from the server it is the
-        rounds whose replies c holds, int64 [rounds].
+        In a reply, `held` is the weight with which c holds an earlier c_k of this client, in parts of the weight it
+        has now: 1 while that does not change, 0 if c holds none. From the server it is the rounds whose replies c
+        holds, int64 [rounds].
 
         Args:
             params: the shared rules.
@@ -86,6 +88,7 @@ class Scaffold(FedAvg):
         if "held" in received.extra and "sent" in state and bool((received.extra["held"] == state["sent"]).any()):
             sent = {name.removeprefix("pending/"): t for name, t in state.items() if name.startswith("pending/")}
             kept |= {f"control/{name}": tensor for name, tensor in sent.items()}
+            kept |= {"weight": state["sent/weight"]} if "sent/weight" in state else {}
         return params, kept
 
     def gradient(self, params: Params, batch: Any, received: Message, state: ClientState, problem: Problem) -> Params:
@@ -117,7 +120,7 @@ class Scaffold(FedAvg):
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem
     ) -> tuple[Message, ClientState]:
-        """Makes the new c_k, and sends its change; all of it while c holds none of this client.
+        """Makes the new c_k, and sends by how much its share of c changes; all of it while c holds none of this client.
 
         Args:
             params: the rules after the last local step.
@@ -128,13 +131,15 @@ class Scaffold(FedAvg):
         message, state = super().finish(params, received, state, problem)
         extra, shifts = self.extra(message.params), self._shifts(received, state)
         kept = {name: tensor for name, tensor in state.items() if not name.startswith("sum/")}
+        weight = extra["held"].new_tensor(float(self.weigh(problem.num_examples)))
+        share = state.get("weight", weight) / weight
         for name in [key.removeprefix("control/") for key in extra if key != "held"]:
             mean = state[f"sum/{name}"] / state["sum/steps"] - shifts.get(name, 0.0)
-            old = state.get(f"control/{name}", mean * 0)
+            old = (state.get(f"control/{name}", mean * 0).double() * share).to(mean.dtype)
             extra[f"control/{name}"] = mean - old
             kept[f"pending/{name}"] = _moved(old, mean - old, 1.0)
-        extra["held"] = extra["held"] + float(any(name in state for name in extra))
-        kept["sent"] = extra["held"].new_tensor(received.round).long()
+        extra["held"] = extra["held"] + share * float(any(name in state for name in extra))
+        kept |= {"sent": extra["held"].new_tensor(received.round).long(), "sent/weight": weight}
         return replace(message, extra=extra), kept
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
@@ -155,7 +160,7 @@ class Scaffold(FedAvg):
         state: ClientState = {"examples": examples, "held": known.new_tensor(rounds).long()}
         for name, change in combined.extra.items():
             if name != "held":
-                # n c = n_before c_before + the sum of what came, over the clients heard so far.
+                # With n all weights: n c = n_before c_before + the sum of what came, over the clients heard so far.
                 old = server_state.get(name, change * 0).double() * float(before / examples)
                 state[name] = _moved(old, change, combined.num_examples / float(examples))
         return new, state
