@@ -16,7 +16,7 @@ from fednl.arms import TRAINED, make_algorithm
 from fednl.client import Bench
 from fednl.errors import CheckpointError, DataError, SettingsError
 from fednl.evaluation.outcomes import load_outcomes
-from fednl.evaluation.statistics import wilson
+from fednl.evaluation.shares import wilson
 from fednl.federation.checkpoint import load_newest
 from fednl.federation.params import personal
 from fednl.federation.wire import unpack

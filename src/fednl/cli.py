@@ -191,14 +191,19 @@ def evaluate(
 
 @app.command(cls=Plain, short_help="Print the tables of one or more runs.")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs, or of `fednl reproduce`.")
+    ],
 ) -> None:
     """Print the tables of one or more runs as Markdown, each number with its n, chance level and interval.
+
+    Runs, or folders of `fednl reproduce`, that differ in run.seed only are put together: three seeds make a claim.
 
     \b
     Examples:
       fednl report runs/demo
       fednl report runs/a runs/b > compared.md
+      fednl report runs/needles runs/needles-seed-1 runs/needles-seed-2
     """
     from fednl.report.tables import report as tables
 

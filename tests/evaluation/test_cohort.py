@@ -20,7 +20,7 @@ def test_no_client_is_called_what_a_row_is_called() -> None:
 
 @pytest.mark.parametrize(("higher_is_better", "worst", "value"), [(True, "bob", 0.25), (False, "ada", 0.75)])
 def test_worst_and_spread_know_which_way_is_better(higher_is_better: bool, worst: str, value: float) -> None:
-    rows = cohort_rows(CLIENTS, GROUPS, higher_is_better=higher_is_better, bounds=None, seed=0, resamples=100)
+    rows = cohort_rows(CLIENTS, GROUPS, shares=higher_is_better, seed=0, resamples=100)
     by_name = {row["client"]: row for row in rows}
     assert (by_name["worst"]["of"], by_name["worst"]["value"], by_name["worst"]["n"]) == ([worst], value, 4)
     assert by_name["spread"]["value"] == pytest.approx(0.5)
@@ -30,7 +30,7 @@ def test_worst_and_spread_know_which_way_is_better(higher_is_better: bool, worst
 
 
 def test_one_client_is_no_cohort() -> None:
-    assert cohort_rows({"ada": [1.0]}, {}, higher_is_better=True, bounds=None, seed=0) == []
+    assert cohort_rows({"ada": [1.0]}, {}, shares=True, seed=0) == []
 
 
 def test_results_hold_them_per_method_and_the_report_shows_them() -> None:

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from fednl.evaluation.f1 import f1_difference, f1_interval, macro_f1
+from fednl.evaluation.shares import wilson
+from fednl.evaluation.statistics import Difference, Interval
 
 
 def by_definition(answers: list[tuple[int, int]]) -> float:
@@ -56,10 +58,17 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 102 <= hits <= 120
 
 
+def test_few_answers_are_no_certainty() -> None:
+    assert f1_interval({"a": [(0, 0)]}, 0) == Interval(1.0, 0.0, 1.0, 1)
+    assert f1_difference({"a": [(0, 0)]}, {"a": [(0, 1)]}, 0) == Difference(1.0, -1.0, 1.0, 1)
+    thirty = f1_interval({"a": [(one % 2, one % 2) for one in range(30)]}, 0, resamples=200)
+    assert thirty.value == thirty.high == 1.0 and thirty.low == pytest.approx(wilson(30, 30)[0], abs=0.01)
+
+
 def test_a_difference_is_paired() -> None:
     a = {"a": guesses(1, 60, 0.5)}
     same = f1_difference(a, a, 0, resamples=500)
-    assert (same.mean, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert same.mean == 0.0 and same.low < 0 < same.high < 0.1  # sixty equal answers are no certainty
     better = {"a": [(gold, gold) for gold, _ in a["a"]]}
     gap = f1_difference(better, a, 0, resamples=500)
     assert gap.low > 0 and gap.mean == pytest.approx(1 - macro_f1(a["a"])) and gap.n == 60

@@ -8,7 +8,7 @@ import pytest
 from fednl.errors import DataError
 from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fednl.evaluation.rows import CHANCE, leaks, result_rows
-from fednl.evaluation.statistics import mcnemar, wilson
+from fednl.evaluation.shares import mcnemar, wilson
 
 
 def outcomes(right: dict[str, list[int]], nats: float = 1.0) -> list[Outcome]:
@@ -95,11 +95,11 @@ def test_differences_are_paired_and_say_better_or_worse() -> None:
 
 
 def test_a_few_wins_that_a_coin_would_give_are_no_clear_difference() -> None:
-    # Four wins and no loss of thirty: the bootstrap interval excludes zero, the exact test says p = 0.125.
-    rows = made(federated=outcomes({"a": [1] * 9 + [0] * 21}), window_only=outcomes({"a": [1] * 5 + [0] * 25}))
+    # Five wins and no loss of thirty: the interval excludes zero, the exact test says p = 0.0625.
+    rows = made(federated=outcomes({"a": [1] * 10 + [0] * 20}), window_only=outcomes({"a": [1] * 5 + [0] * 25}))
     row = one(rows, metric="difference", of="candidates")
     assert row["low"] > 0
-    assert row["p"] == 0.125
+    assert row["p"] == 0.0625
     assert row["verdict"] == "no clear difference"
 
 

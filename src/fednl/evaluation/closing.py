@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fednl.evaluation.statistics import LEVEL, Interval, has_spread, macro_difference, macro_resamples
+from fednl.evaluation.statistics import LEVEL, Interval, has_spread, macro_difference, macro_resamples, stretch
 
 Values = Mapping[str, Sequence[float]]
 
@@ -30,14 +30,19 @@ def share_closed(ours: Values, floor: Values, ceiling: Values, seed: int, resamp
     Raises:
         ValueError: the three do not hold the same clients with the same numbers of outcomes.
 
-    Source: ours; the ratio's interval is the percentile bootstrap's, whose ends may be far where the way is short.
+    Source: ours; the ratio's interval is the bootstrap's, scaled as in `macro_mean`, and its ends may be far where the
+        way is short.
     """
     gap = macro_difference(ceiling, floor, seed, LEVEL, resamples)
     gain = macro_difference(ours, floor, seed, LEVEL, resamples)
     if gap.low <= 0 <= gap.high or not has_spread(ours):
         return None
     drawn = [macro_resamples(values, seed, resamples) for values in (ours, floor, ceiling)]
+    wide = stretch({name: np.subtract(ceiling[name], floor[name]).tolist() for name in ceiling})
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = (drawn[0] - drawn[1]) / (drawn[2] - drawn[1])
+        gains, ways = (
+            mean + wide * (drawn[which] - drawn[1] - mean) for which, mean in ((0, gain.mean), (2, gap.mean))
+        )
+        shares = gains / ways
     low, high = (float(end) for end in np.quantile(shares[np.isfinite(shares)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     return Interval(gain.mean / gap.mean, low, high, gain.n)

@@ -19,8 +19,7 @@ def cohort_rows(
     clients: Mapping[str, Sequence[float]],
     groups: Mapping[str, Sequence[str]],
     *,
-    higher_is_better: bool,
-    bounds: tuple[float, float] | None,
+    shares: bool,
     seed: int,
     resamples: int = 10_000,
     kinds: Mapping[str, Sequence[float]] | None = None,
@@ -33,8 +32,7 @@ def cohort_rows(
     Args:
         clients: client -> its outcomes, at least one each.
         groups: `head`, `middle` and `tail` -> clients or kinds of data; those without outcomes are left out.
-        higher_is_better: False for a loss.
-        bounds: the least and the largest value an outcome can have, where it has such.
+        shares: whether outcomes are shares, where more is better; else they are losses.
         seed: names the bootstrap's random stream.
         resamples: bootstrap resamples per interval.
         kinds: kind of data -> its outcomes, where the groups are of these.
@@ -44,16 +42,16 @@ def cohort_rows(
     if len(clients) < 2:
         return []
     means = {client: sum(outcomes) / len(outcomes) for client, outcomes in clients.items()}
-    ranked = sorted(means, key=lambda client: (means[client] if higher_is_better else -means[client], client))
+    ranked = sorted(means, key=lambda client: (means[client] if shares else -means[client], client))
     total = sum(map(len, clients.values()))
-    rows: list[dict[str, Any]] = [_over(WORST, ranked[:1], clients, bounds, seed, resamples)]
+    rows: list[dict[str, Any]] = [_over(WORST, ranked[:1], clients, shares, seed, resamples)]
     rows.append({"client": SPREAD, "of": [ranked[0], ranked[-1]], "n": total})
     rows[-1]["value"] = abs(means[ranked[-1]] - means[ranked[0]])
     outcomes = clients if kinds is None else kinds
     for group, names in groups.items():
         found = [name for name in names if name in outcomes]
         if found:
-            rows.append(_over(group, found, outcomes, bounds, seed, resamples))
+            rows.append(_over(group, found, outcomes, shares, seed, resamples))
     return rows
 
 
@@ -61,12 +59,12 @@ def _over(
     name: str,
     members: Sequence[str],
     clients: Mapping[str, Sequence[float]],
-    bounds: tuple[float, float] | None,
+    shares: bool,
     seed: int,
     resamples: int,
 ) -> dict[str, Any]:
     own = {member: clients[member] for member in members}
-    interval = macro_mean(own, seed, LEVEL, resamples, bounds)
+    interval = macro_mean(own, seed, LEVEL, resamples, shares)
     row: dict[str, Any] = {"client": name, "of": list(members), "value": interval.value, "n": interval.n}
-    told = bounds is not None or has_spread(own)
+    told = shares or has_spread(own)
     return row | ({"low": interval.low, "high": interval.high} if told else {})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fednl.evaluation.shares import wilson
 from fednl.evaluation.statistics import LEVEL, Difference, Interval
 from fednl.seeding import seed_of
 
@@ -33,7 +35,10 @@ def macro_f1(answers: Sequence[tuple[int, int]]) -> float:
 
 
 def f1_interval(clients: Answers, seed: int, level: float = LEVEL, resamples: int = 10_000) -> Interval:
-    """Gives macro-F1 over all clients' answers, with a percentile bootstrap interval; resampled within clients.
+    """Gives macro-F1 over all clients' answers, with a bootstrap interval; resampled within clients.
+
+    Deviations are scaled for few answers as in `fednl.evaluation.statistics.macro_mean`. Where no resample differs, the
+    interval is as wide as the score interval of as many answers that are all right.
 
     Args:
         clients: at least one answer.
@@ -42,8 +47,9 @@ def f1_interval(clients: Answers, seed: int, level: float = LEVEL, resamples: in
         resamples: number of bootstrap resamples.
     """
     everything = [pair for found in clients.values() for pair in found]
-    low, high = np.quantile(_resampled(clients, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(macro_f1(everything), float(low), float(high), len(everything))
+    value = macro_f1(everything)
+    low, high = _ends(_resampled(clients, seed, resamples), value, clients, level)
+    return Interval(value, max(0.0, low), min(1.0, high), len(everything))
 
 
 def f1_difference(a: Answers, b: Answers, seed: int, level: float = LEVEL, resamples: int = 10_000) -> Difference:
@@ -57,9 +63,25 @@ def f1_difference(a: Answers, b: Answers, seed: int, level: float = LEVEL, resam
         resamples: number of bootstrap resamples.
     """
     gaps = _resampled(a, seed, resamples) - _resampled(b, seed, resamples)
-    low, high = np.quantile(gaps, [(1 - level) / 2, (1 + level) / 2])
     first, second = ([pair for found in arm.values() for pair in found] for arm in (a, b))
-    return Difference(macro_f1(first) - macro_f1(second), float(low), float(high), len(first))
+    value = macro_f1(first) - macro_f1(second)
+    low, high = _ends(gaps, value, a, level)
+    return Difference(value, max(-1.0, low), min(1.0, high), len(first))
+
+
+def _ends(drawn: NDArray[np.float64], value: float, clients: Answers, level: float) -> tuple[float, float]:
+    """The interval around a value, from its resamples; without any degree of freedom everything is possible."""
+    from scipy.stats import norm, t
+
+    sizes = [len(found) for found in clients.values() if found]
+    n, freedom = sum(sizes), sum(sizes) - len(sizes)
+    if not freedom:
+        return -math.inf, math.inf
+    low, high = (float(end) - value for end in np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]))
+    if low == high == 0:
+        low, high = wilson(n, n, level)[0] - 1, 1 - wilson(n, n, level)[0]
+    wide = math.sqrt(n / freedom) * float(t.ppf(0.5 + level / 2, freedom) / norm.ppf(0.5 + level / 2))
+    return value + wide * min(0.0, low), value + wide * max(0.0, high)
 
 
 def _resampled(clients: Answers, seed: int, resamples: int) -> NDArray[np.float64]:

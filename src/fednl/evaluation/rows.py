@@ -17,6 +17,7 @@ from fednl.evaluation.cohort import cohort_rows
 from fednl.evaluation.f1 import f1_difference, f1_interval
 from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.shares import mcnemar, wilson
 from fednl.evaluation.statistics import (
     LEVEL,
     UNDECIDED,
@@ -25,9 +26,7 @@ from fednl.evaluation.statistics import (
     has_spread,
     macro_difference,
     macro_mean,
-    mcnemar,
     paired_bootstrap,
-    wilson,
 )
 
 Row = dict[str, Any]
@@ -52,8 +51,8 @@ def result_rows(
 ) -> list[Row]:
     """Makes every row of a comparison: each arm per client and macro, paired differences, aggregation drop.
 
-    Right or wrong per client comes with Wilson's interval; averages over clients, cross-entropies and
-    differences with a stratified bootstrap over the questions. All intervals are at 95%. `nats_per_token`
+    Right or wrong comes with score intervals (Wilson's of a client, Newcombe's of paired arms, put together over
+    clients), cross-entropies with a stratified bootstrap over the questions. All intervals are at 95%. `nats_per_token`
     averages each question's mean over its right candidate's tokens. A difference is "better" or "worse" only
     where its interval excludes zero and, for right-or-wrong outcomes, McNemar's exact test rejects at 5% too.
 
@@ -165,14 +164,11 @@ def _arm_rows(
         else:
             interval = bootstrap_mean(found, seed, resamples=resamples)
         rows.append(_row(arm, client, metric, interval, {client: found}))
-    bounds = (0.0, 1.0) if counted else None
-    macro = macro_mean(values, seed, resamples=resamples, bounds=bounds)
+    macro = macro_mean(values, seed, resamples=resamples, shares=counted)
     rows.append(_row(arm, MACRO, metric, macro, values) | {"clients": len(values)})
     kinds = _values(_by_kind(clients), metric)
     own = kinds if any(name in kinds for names in groups.values() for name in names) else None
-    cohort = cohort_rows(
-        values, groups, higher_is_better=counted, bounds=bounds, seed=seed, resamples=resamples, kinds=own
-    )
+    cohort = cohort_rows(values, groups, shares=counted, seed=seed, resamples=resamples, kinds=own)
     return rows + [{"method": arm, "metric": metric} | row for row in cohort]
 
 
@@ -198,15 +194,17 @@ def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) 
     if kind == "f1":
         gap = f1_difference(_answers(a), _answers(b), seed, resamples=resamples)
     else:
-        gap = macro_difference(x, y, seed, resamples=resamples, bounds=(-1.0, 1.0) if kind == "share" else None)
+        gap = macro_difference(x, y, seed, resamples=resamples, shares=kind == "share")
     row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
     if kind == "loss" and not has_spread(x):
         return row
     row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=METRICS[metric].higher_is_better)}
-    if kind == "share":
-        row["p"] = mcnemar(*([value > 0 for client in x for value in arm[client]] for arm in (x, y)))
-        # Four wins and no loss among thirty push a bootstrap off zero, yet are nothing a coin would not do.
-        if row["p"] > 1 - LEVEL:
+    if kind != "loss":
+        right = ([gold == chosen for found in _answers(arm).values() for gold, chosen in found] for arm in (a, b))
+        p = mcnemar(*(right if kind == "f1" else ([v > 0 for c in x for v in arm[c]] for arm in (x, y))))
+        row |= {"p": p} if kind == "share" else {}
+        # Four wins and no loss among thirty push an interval off zero, yet are nothing a coin would not do.
+        if p > 1 - LEVEL:
             row["verdict"] = UNDECIDED
     return row
 
@@ -214,9 +212,8 @@ def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) 
 def _aggregation_drop(local: Clients, federated: Clients, metric: str, seed: int, resamples: int) -> list[Row]:
     """What sharing costs a client: accuracy of its own rules minus that of the federated ones, in points."""
     x, y = _values(local, metric), _values(federated, metric)
-    bounds = (-1.0, 1.0)
-    gaps = {client: paired_bootstrap(x[client], y[client], seed, LEVEL, resamples, bounds) for client in x}
-    gaps[MACRO] = macro_difference(x, y, seed, LEVEL, resamples, bounds)
+    gaps = {client: paired_bootstrap(x[client], y[client], seed, LEVEL, resamples, True) for client in x}
+    gaps[MACRO] = macro_difference(x, y, seed, LEVEL, resamples, True)
     named = {"method": "federated", "baseline": "local-only", "metric": "aggregation_drop_pp"}
     return [
         named

@@ -118,11 +118,8 @@ def ruler_rows(arms: dict[str, Sequence[RulerAnswer]], *, seed: int, tokens: int
         tasks: dict[str, list[float]] = {}
         for answer in answers:
             tasks.setdefault(answer.task, []).append(answer.share)
-        bounds = (0.0, 1.0)
-        cells: dict[str, Interval] = {
-            task: bootstrap_mean(shares, seed, bounds=bounds) for task, shares in tasks.items()
-        }
-        cells[MACRO] = macro_mean(tasks, seed, bounds=bounds)
+        cells: dict[str, Interval] = {task: bootstrap_mean(parts, seed, shares=True) for task, parts in tasks.items()}
+        cells[MACRO] = macro_mean(tasks, seed, shares=True)
         rows += [
             {"method": arm, "client": task, "metric": "match_all", "value": cell.value, "n": cell.n}
             | {"low": cell.low, "high": cell.high, "seed": seed, "tokens": tokens}

@@ -77,7 +77,7 @@ def over_seeds(runs: Sequence[Sequence[Row]]) -> list[OverSeeds]:
     found: dict[tuple[str, str, str], dict[int, float]] = {}
     for rows in runs:
         for row in rows:
-            if row["metric"] == "difference" and row["client"] == MACRO and "seed" in row:
+            if row["metric"] == "difference" and row.get("client") == MACRO and "seed" in row:
                 found.setdefault((row["method"], row["baseline"], row["of"]), {})[int(row["seed"])] = row["value"]
     return [OverSeeds(*which, by_seed, *_judged(which[2], by_seed)) for which, by_seed in found.items()]
 

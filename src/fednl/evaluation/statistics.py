@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fednl.evaluation.widening import widened
+from fednl.evaluation.shares import LEVEL as LEVEL
+from fednl.evaluation.shares import finite, macro_gap, macro_score
 from fednl.seeding import seed_of
 
-LEVEL = 0.95
 Verdict = Literal["better", "worse", "no clear difference"]
 UNDECIDED: Verdict = "no clear difference"
 _BLOCK = 1_000_000  # numbers drawn at once: bounds the memory, not the result's quality
@@ -68,73 +68,14 @@ class Difference:
         return "better" if (self.low > 0.0) == higher_is_better else "worse"
 
 
-def wilson(correct: int, n: int, level: float = LEVEL) -> tuple[float, float]:
-    """Gives the score interval of a proportion; honest at 0 and at n, where the usual one has no width.
-
-    Args:
-        correct: successes, 0 to n.
-        n: trials, at least 1.
-        level: confidence, between 0 and 1.
-
-    Returns:
-        The lower and the upper end, inside [0, 1].
-
-    Raises:
-        ValueError: n is 0, or `correct` is not within 0 to n.
-
-    Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209-212; no continuity correction.
-    """
-    if n < 1 or not 0 <= correct <= n:
-        raise ValueError(f"a proportion needs 0 <= correct <= n and n >= 1, not {correct} of {n}")
-    z = NormalDist().inv_cdf(0.5 + level / 2)
-    rate = correct / n
-    centre = rate + z * z / (2 * n)
-    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    low = 0.0 if correct == 0 else max(0.0, (centre - half) / scale)
-    high = 1.0 if correct == n else min(1.0, (centre + half) / scale)
-    return low, high
-
-
-def mcnemar(a: Sequence[bool | int], b: Sequence[bool | int]) -> float:
-    """Tests whether two arms that answered the same questions are equally often right; exact, two-sided.
-
-    Args:
-        a: right (1) or wrong (0) per question.
-        b: the other arm's outcomes on the same questions, in the same order.
-
-    Returns:
-        The p-value; 1.0 where the arms never disagree.
-
-    Raises:
-        ValueError: the lengths differ.
-
-    Source: Q. McNemar, Psychometrika 12 (1947) 153-157, in its exact binomial form.
-    """
-    pairs = list(zip(map(bool, a), map(bool, b), strict=True))
-    first = sum(x and not y for x, y in pairs)
-    second = sum(y and not x for x, y in pairs)
-    discordant = first + second
-    # Integers until the last division: exact however many questions there are.
-    tail = term = 1
-    for k in range(min(first, second)):
-        term = term * (discordant - k) // (k + 1)
-        tail += term
-    return min(1.0, tail / (1 << max(discordant - 1, 0)))
-
-
 def bootstrap_mean(
-    values: Sequence[float],
-    seed: int,
-    level: float = LEVEL,
-    resamples: int = 10_000,
-    bounds: tuple[float, float] | None = None,
+    values: Sequence[float], seed: int, level: float = LEVEL, resamples: int = 10_000, shares: bool = False
 ) -> Interval:
-    """Gives a mean with its bootstrap interval; `macro_mean` of one client.
+    """Gives a mean with its interval; `macro_mean` of one client.
 
     Args: as `macro_mean`, with one sequence.
     """
-    return macro_mean({"": values}, seed, level, resamples, bounds)
+    return macro_mean({"": values}, seed, level, resamples, shares)
 
 
 def macro_mean(
@@ -142,42 +83,63 @@ def macro_mean(
     seed: int,
     level: float = LEVEL,
     resamples: int = 10_000,
-    bounds: tuple[float, float] | None = None,
+    shares: bool = False,
 ) -> Interval:
-    """Averages over clients, each client counting once, with a stratified percentile bootstrap interval.
+    """Averages over clients, each client counting once, with an interval over their outcomes.
 
-    Each client's outcomes are resampled within the client. Where no resample differs (each client's outcomes
-    are all alike) and `bounds` are given, the interval is widened to the means that would still produce such
-    outcomes with probability at least (1 - level) / 2, spread over the clients so that the mean moves farthest: thirty
-    right of thirty is not a certainty.
+    Of shares (right or wrong, or parts of 1) it is a score interval, in which thirty right of thirty is no certainty.
+    Of anything else it is a bootstrap within clients: each client's deviations are scaled by sqrt(n / (n - 1)), and
+    their quantiles as Student's are to normal ones, without which few outcomes would give too narrow an interval.
+    A single outcome of a client that is no share counts as certain: see `has_spread`.
 
     Args:
         values: client -> its outcomes, finite numbers; a client without outcomes is left out of the average.
         seed: names the random stream; the same seed gives the same interval, whatever the clients' order.
         level: confidence, between 0 and 1.
         resamples: number of bootstrap resamples.
-        bounds: the least and the largest value an outcome can have, where it has such.
+        shares: every outcome is within 0 and 1.
 
     Raises:
-        ValueError: no client has an outcome, or an outcome is not finite.
+        ValueError: no client has an outcome, or an outcome is not finite, or not a share.
 
-    Source: stratified percentile bootstrap, Efron and Tibshirani, An Introduction to the Bootstrap (1993),
-        ch. 13; the widening is ours (for one client, Clopper and Pearson 1934 at its end point).
+    Source: shares: `fednl.evaluation.shares.macro_score`. Others: stratified bootstrap, Efron and Tibshirani (1993),
+        ch. 13, scaled as in Hesterberg, Am. Stat. 69 (2015) 371-386; degrees of freedom as in `stretch`.
     """
     strata = _strata(values)
     value = math.fsum(float(stratum.mean()) for stratum in strata.values()) / len(strata)
-    means = macro_resamples(values, seed, resamples)
-    low, high = (float(end) for end in np.quantile(means, [(1 - level) / 2, (1 + level) / 2]))
-    if bounds is not None and all(stratum.min() == stratum.max() for stratum in strata.values()):
-        low, high = widened(strata, value, bounds, level)
-    return Interval(value, low, high, sum(map(len, strata.values())))
+    n = sum(map(len, strata.values()))
+    if shares:
+        return Interval(value, *macro_score(list(strata.values()), level), n)
+    ends = np.quantile(macro_resamples(values, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
+    low, high = (value + stretch(values, level) * (float(end) - value) for end in ends)
+    return Interval(value, min(low, value), max(high, value), n)
+
+
+def stretch(values: Mapping[str, Sequence[float]], level: float = LEVEL) -> float:
+    """Gives Student's quantile over the normal one, for the degrees of freedom of a macro average's spread.
+
+    Args:
+        values: client -> its outcomes.
+        level: confidence, between 0 and 1.
+
+    Source: B. L. Welch, Biometrika 34 (1947) 28-35.
+    """
+    from scipy.stats import t
+
+    strata = [stratum for stratum in _strata(values).values() if len(stratum) > 1]
+    spreads = [(float(stratum.var(ddof=1)) / len(stratum), len(stratum) - 1) for stratum in strata]
+    if not (total := math.fsum(spread for spread, _ in spreads)):
+        return 1.0
+    freedom = 1 / math.fsum((spread / total) ** 2 / least for spread, least in spreads)
+    return float(t.ppf(0.5 + level / 2, freedom)) / NormalDist().inv_cdf(0.5 + level / 2)
 
 
 def macro_resamples(values: Mapping[str, Sequence[float]], seed: int, resamples: int = 10_000) -> NDArray[np.float64]:
     """Draws the macro average again and again, each client's outcomes resampled within the client.
 
-    Two arms on the same questions are drawn alike: the same seed picks the same questions, so that what is computed of
-    both, draw by draw, is paired.
+    A draw's deviation from a client's mean is scaled by sqrt(n / (n - 1)): resampling n outcomes varies by so much less
+    than drawing n new ones. Two arms on the same questions are drawn alike: the same seed picks the same questions, so
+    that what is computed of both, draw by draw, is paired.
 
     Args: as `macro_mean`.
 
@@ -190,7 +152,9 @@ def macro_resamples(values: Mapping[str, Sequence[float]], seed: int, resamples:
     strata = _strata(values)
     means = np.zeros(resamples)
     for name, stratum in strata.items():
-        means += _resampled_means(stratum, resamples, seed_of(seed, "bootstrap", name))
+        mean, n = stratum.mean(), len(stratum)
+        drawn = _resampled_means(stratum, resamples, seed_of(seed, "bootstrap", name))
+        means += mean + (drawn - mean) * math.sqrt(n / max(1, n - 1))
     return means / len(strata)
 
 
@@ -211,13 +175,13 @@ def paired_bootstrap(
     seed: int,
     level: float = LEVEL,
     resamples: int = 10_000,
-    bounds: tuple[float, float] | None = None,
+    shares: bool = False,
 ) -> Difference:
     """Compares two arms on the same questions of one client; `macro_difference` of one client.
 
     Args: as `macro_difference`, with one sequence each.
     """
-    return macro_difference({"": a}, {"": b}, seed, level, resamples, bounds)
+    return macro_difference({"": a}, {"": b}, seed, level, resamples, shares)
 
 
 def macro_difference(
@@ -226,7 +190,7 @@ def macro_difference(
     seed: int,
     level: float = LEVEL,
     resamples: int = 10_000,
-    bounds: tuple[float, float] | None = None,
+    shares: bool = False,
 ) -> Difference:
     """Compares two arms on the same questions, averaged over clients, question by question.
 
@@ -236,7 +200,7 @@ def macro_difference(
         seed: names the random stream.
         level: confidence, between 0 and 1.
         resamples: number of bootstrap resamples.
-        bounds: the least and the largest difference possible; (-1, 1) for right or wrong. See `macro_mean`.
+        shares: every outcome is within 0 and 1. See `macro_mean`.
 
     Returns:
         The mean of a - b with its interval.
@@ -244,27 +208,26 @@ def macro_difference(
     Raises:
         ValueError: the arms have different clients or different numbers of outcomes, or there are none.
 
-    Source: stratified percentile bootstrap of the paired differences, as in `macro_mean`.
+    Source: of shares `fednl.evaluation.shares.macro_gap`; all else as in `macro_mean`.
     """
     if set(a) != set(b):
         raise ValueError("a paired comparison needs the same clients in both arms")
     gaps = {name: [float(x) - float(y) for x, y in zip(a[name], b[name], strict=True)] for name in a}
-    mean = macro_mean(gaps, seed, level, resamples, bounds)
-    return Difference(mean.value, mean.low, mean.high, mean.n)
+    if not shares:
+        mean = macro_mean(gaps, seed, level, resamples)
+        return Difference(mean.value, mean.low, mean.high, mean.n)
+    strata = _strata(gaps)
+    value = math.fsum(float(stratum.mean()) for stratum in strata.values()) / len(strata)
+    down, up = macro_gap([finite(a[name]) for name in strata], [finite(b[name]) for name in strata], level)
+    n = sum(map(len, strata.values()))
+    return Difference(value, max(-1.0, value - down), min(1.0, value + up), n)
 
 
 def _strata(values: Mapping[str, Sequence[float]]) -> dict[str, NDArray[np.float64]]:
-    strata = {name: _finite_array(values[name]) for name in sorted(values) if len(values[name])}
+    strata = {name: finite(values[name]) for name in sorted(values) if len(values[name])}
     if not strata:
         raise ValueError("a macro average needs at least one outcome")
     return strata
-
-
-def _finite_array(values: Sequence[float]) -> NDArray[np.float64]:
-    array = np.asarray(values, dtype=np.float64)
-    if not np.isfinite(array).all():
-        raise ValueError("an outcome is not a finite number")
-    return array
 
 
 def _resampled_means(stratum: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from fednl.errors import DataError
 from fednl.evaluation.measures import METRICS
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import CHANCE, MACRO, Row
-from fednl.evaluation.statistics import LEVEL, Difference, Interval, macro_difference, macro_mean
+from fednl.evaluation.statistics import LEVEL, Difference, has_spread, macro_difference, macro_mean
 
 FORGETTING, BACKWARD_TRANSFER = "forgetting", "backward_transfer"
 SUMMARIES = (FORGETTING, BACKWARD_TRANSFER)
@@ -91,19 +91,16 @@ def _table(
 
 def _cells(table: Table, metric: str, seed: int, resamples: int) -> list[Row]:
     counted = METRICS[metric].kind == "share"
-    bounds = (0.0, 1.0) if counted else None
     rows = []
     for after, tasks in table.items():
         for task, clients in sorted(tasks.items()):
-            interval = macro_mean(clients, seed, LEVEL, resamples, bounds)
-            rows.append({"metric": metric, "after": after, "task": task} | _numbers(interval))
+            interval = macro_mean(clients, seed, LEVEL, resamples, counted)
+            row: Row = {"value": interval.value, "n": interval.n}
+            row |= {"low": interval.low, "high": interval.high} if counted or has_spread(clients) else {}
+            rows.append({"metric": metric, "after": after, "task": task} | row)
             if counted:
                 rows[-1] |= {"correct": int(sum(map(sum, clients.values()))), "chance": CHANCE}
     return rows
-
-
-def _numbers(interval: Interval) -> Row:
-    return {"value": interval.value, "n": interval.n, "low": interval.low, "high": interval.high}
 
 
 def _summaries(table: Table, metric: str, seed: int, resamples: int) -> list[Row]:
@@ -118,14 +115,16 @@ def _summaries(table: Table, metric: str, seed: int, resamples: int) -> list[Row
             final.setdefault(client, []).extend(outcomes)
             best.setdefault(client, []).extend(table[top][task][client])
             just_after.setdefault(client, []).extend(table[task][task][client])
-    bounds = (-1.0, 1.0) if METRICS[metric].kind == "share" else None
-    forgetting = macro_difference(*((best, final) if sign > 0 else (final, best)), seed, LEVEL, resamples, bounds)
-    transfer = macro_difference(final, just_after, seed, LEVEL, resamples, bounds)
-    return [_summary(FORGETTING, metric, forgetting), _summary(BACKWARD_TRANSFER, metric, transfer)]
+    shares = METRICS[metric].kind == "share"
+    forgetting = macro_difference(*((best, final) if sign > 0 else (final, best)), seed, LEVEL, resamples, shares)
+    transfer = macro_difference(final, just_after, seed, LEVEL, resamples, shares)
+    told = shares or has_spread(final)
+    return [_summary(FORGETTING, metric, forgetting, told), _summary(BACKWARD_TRANSFER, metric, transfer, told)]
 
 
-def _summary(name: str, metric: str, gap: Difference) -> Row:
-    return {"metric": name, "of": metric, "value": gap.mean, "n": gap.n, "low": gap.low, "high": gap.high}
+def _summary(name: str, metric: str, gap: Difference, told: bool) -> Row:
+    row: Row = {"metric": name, "of": metric, "value": gap.mean, "n": gap.n}
+    return row | ({"low": gap.low, "high": gap.high} if told else {})
 
 
 def _macro(clients: Mapping[str, Sequence[float]]) -> float:

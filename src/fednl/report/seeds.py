@@ -12,6 +12,11 @@ from fednl.evaluation.settings import ARMS
 from fednl.report.words import escape, markdown_table
 from fednl.runs import Run
 
+HOW_TO_READ = (
+    f"Macro differences, first arm minus second; in brackets Student's 95% interval over training seeds. "
+    f"A method is called better or worse with {LEAST_SEEDS} or more seeds, and an interval without 0."
+)
+
 
 def seed_lines(runs: Sequence[Run], rows: Mapping[str, Sequence[tuple[str, Sequence[Row]]]]) -> list[str]:
     """Gives a table over seeds for every group of runs with the same settings; a sentence where there is no such group.
@@ -36,20 +41,21 @@ def seed_lines(runs: Sequence[Run], rows: Mapping[str, Sequence[tuple[str, Seque
                 if found:
                     names = ", ".join(escape(run.path.name) for run in group)
                     length = f", {tokens} tokens" if len(lengths) > 1 else ""
-                    parts += [f"## {escape(task)}{length}: seeds of one setting ({names})", _table(found)]
+                    parts += [f"## {escape(task)}{length}: seeds of one setting ({names})", seed_table(found)]
     if not parts:
         return [
             f"No two of these runs differ in their seed only, so nothing here says that a method is better: that takes "
             f"{LEAST_SEEDS} seeds of each setting."
         ]
-    return [
-        *parts,
-        f"Macro differences, first arm minus second; in brackets Student's 95% interval over training seeds. "
-        f"A method is called better or worse with {LEAST_SEEDS} or more seeds, and an interval without 0.",
-    ]
+    return [*parts, HOW_TO_READ]
 
 
-def _table(found: Sequence[OverSeeds]) -> str:
+def seed_table(found: Sequence[OverSeeds]) -> str:
+    """Gives a line for every comparison: its difference by seed, their mean, and what may be claimed.
+
+    Args:
+        found: from `fednl.evaluation.seeds.over_seeds`.
+    """
     return markdown_table(["comparison", "of", "by seed", "mean", "verdict"], [_line(one) for one in found])
 
 

@@ -55,7 +55,7 @@ def stream_section(run: Run) -> list[str]:
     parts.append(
         "Forgetting: the best that a task was answered before the last one, against now, mean over all tasks but the "
         "last; more is worse. Backward transfer: now against just after the task; for accuracy more is better, for "
-        "nats less. Macro over clients; in brackets 95% intervals (bootstrap of paired questions within clients), "
+        "nats less. Macro over clients; in brackets 95% intervals (of paired questions, within clients), "
         "which take the best as it is."
     )
     return parts

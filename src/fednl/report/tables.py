@@ -14,6 +14,7 @@ from fednl.evaluation.rows import MACRO, Row, leaks
 from fednl.evaluation.settings import ARMS
 from fednl.report.cells import bracket, cell, difference, narrow_cell
 from fednl.report.cohort import cohort_table
+from fednl.report.published import is_table, table_report
 from fednl.report.seeds import seed_lines
 from fednl.report.setup import run_facts, setup_lines, shared_parameters
 from fednl.report.stream import NAME as STREAM
@@ -30,7 +31,7 @@ _PAIR_KEYS = {"low", "high"}
 
 
 def report(paths: Sequence[Path]) -> str:
-    """Gives the tables of one or more runs as Markdown.
+    """Gives the tables of one or more runs as Markdown; of folders of published tables, what their seeds say together.
 
     Per run: what it was, how training went (rounds, seconds, bytes as serialised per direction, clients that
     did not count), and for each results file the arms by client, paired differences in words and the
@@ -38,12 +39,14 @@ def report(paths: Sequence[Path]) -> str:
     file is said plainly.
 
     Args:
-        paths: run folders.
+        paths: folders of runs, or of published tables (`fednl reproduce TABLE --out FOLDER`).
 
     Raises:
-        SettingsError: a path is not a run folder.
+        SettingsError: a path is neither, or there are both.
         CheckpointError: a run's files hold values of another kind than was written.
     """
+    if any(is_table(Run(Path(path))) for path in paths):
+        return table_report([Run(Path(path)) for path in paths])
     runs = [Run.open(Path(path)) for path in paths]
     parts = [_readable(run) for run in runs]
     return "\n\n".join([_compared(runs), *parts] if len(runs) > 1 else parts) + "\n"
@@ -151,8 +154,8 @@ def _result(task: str, rows: Sequence[Row], run: Run, changed: Mapping[str, Any]
             parts.append("; ".join(behind(rows, metric)) + ".")
             parts += cohort_table(rows, metric)
     parts.append(
-        "In brackets: 95% intervals over the questions (per client Wilson's for a share, else bootstrap; "
-        "macro, which counts each client once, and differences: bootstrap within clients). "
+        "In brackets: 95% intervals over the questions (score intervals of shares, else bootstrap within clients; "
+        "macro counts each client once, differences are paired by question). "
         'They do not cover another training seed: "better" and "worse" are said of these rules, and need an interval '
         "without 0 and, for right or wrong, McNemar's exact p of at most 0.05. What is said of a method takes three "
         "seeds: `fednl report RUN RUN RUN`."

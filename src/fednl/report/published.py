@@ -1,0 +1,79 @@
+"""Folders of published tables made again: what several of them, which differ in their seed, say together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fednl.errors import SettingsError
+from fednl.evaluation.seeds import LEAST_SEEDS, over_seeds, same_but_seed
+from fednl.report.seeds import HOW_TO_READ, seed_table
+from fednl.report.words import escape
+from fednl.runs import Run
+
+
+def is_table(folder: Run) -> bool:
+    """Says whether a folder was made by `fednl reproduce`: it holds measured rows and is no run itself."""
+    return not (folder.path / "config.json").exists() and any(True for _ in _measured(folder))
+
+
+def table_report(folders: Sequence[Run]) -> str:
+    """Gives what tables say of their methods over training seeds, as Markdown; of a single one its own reports.
+
+    Args:
+        folders: made by `fednl reproduce`, each of one seed (`--set run.seed=N`).
+
+    Raises:
+        SettingsError: a folder is no table's, they are of unlike tables or settings, or two have the same seed.
+    """
+    for folder in folders:
+        if not is_table(folder):
+            raise SettingsError(
+                f"{folder.path} is no table's folder as others are: name folders made by `fednl reproduce`, or runs."
+            )
+    if len(folders) == 1:
+        return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folders[0].path.glob("report*.md")))
+    _check_alike(folders)
+    files = [dict(_measured(folder)) for folder in folders]
+    name = next(iter(files[0].values()))
+    parts = [f"# {escape(name['table'])} at scale {escape(name['scale'])}, {len(folders)} seeds"]
+    for part in dict.fromkeys(part for found in files for part in found):
+        found = over_seeds([rows[part]["rows"] for rows in files if part in rows])
+        parts += [f"## {escape(part)}", seed_table(found)] if found else []
+    if len(parts) == 1:
+        parts.append("Nothing in these tables compares two methods.")
+    return "\n\n".join([*parts, HOW_TO_READ]) + "\n"
+
+
+def _measured(folder: Run) -> list[tuple[str, Mapping[str, Any]]]:
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for path in sorted((folder.path / "results").glob("*.json")):
+        result = folder.read_json(f"results/{path.name}")
+        if isinstance(result, dict) and "table" in result:
+            found.append((path.stem, result))
+    return found
+
+
+def _check_alike(folders: Sequence[Run]) -> None:
+    settings: dict[str, Run] = {}
+    seeds: dict[int, Run] = {}
+    for folder in folders:
+        configs = {path.parent.name: Run(path.parent) for path in sorted(folder.path.glob("*/config.json"))}
+        read = {name: run.read_json("config.json") for name, run in configs.items()}
+        for name, config in read.items():
+            key = json.dumps([name, same_but_seed(config)], sort_keys=True)
+            settings.setdefault(key, folder)
+        seed = next((int(config["run"]["seed"]) for config in read.values()), 0)
+        if (other := seeds.setdefault(seed, folder)) is not folder:
+            raise SettingsError(
+                f"{other.path} and {folder.path} have the same seed, {seed}: make one of them with --set run.seed=N; a "
+                f"claim takes {LEAST_SEEDS} seeds."
+            )
+    names = {json.loads(key)[0] for key in settings}
+    if len(settings) > len(names):
+        unlike = sorted({str(folder.path) for folder in settings.values()})
+        raise SettingsError(
+            f"{', '.join(unlike)} differ in more than their seed, so they say nothing together: make each with the "
+            "same fednl and --set, and another run.seed."
+        )
