@@ -51,6 +51,8 @@ def test_both_tables_come_out_and_a_second_call_trains_nothing(
         "ewc",
         "--grid",
         "1e-2,1e-3",
+        "--stream-grid",
+        "1e-3,1e-2",
     ]
     argv += ["--rounds-per-task", "1", *(word for one in small for word in ("--set", one))]
     monkeypatch.setattr(sys, "argv", argv)
