@@ -19,7 +19,8 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, finite, weighted_mean
 from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
-from fednl.federation.transport import InProcessTransport, Reply
+from fednl.federation.transport import InProcessTransport, Reply, SimulatedTransport
+from fednl.federation.workers import InlinePool, ProcessTransport, train_handler
 
 ONE_ROUND = TrainingSettings(rounds=1, local_steps=2)
 
@@ -275,20 +276,31 @@ def test_a_server_step_that_explodes_is_not_taken(tmp_path: Path) -> None:
     assert "NaN or infinity" in toy.rows()[0]["reason"]
 
 
-def test_a_deadline_drops_who_is_late(tmp_path: Path) -> None:
-    toy = bench(tmp_path, settings=FederationSettings(deadline_s=0.15), training=ONE_ROUND)
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize(("slow", "seconds_s"), [("ada", 1.5), ("bob", 9.0), ("", 0.0)])
+def test_a_deadline_drops_who_is_late_and_nobody_whose_turn_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: bool, slow: str, seconds_s: float
+) -> None:
+    """Four clients of 0.9 s each, one after the other, keep a deadline of 1 s; the clock is the test's own."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    toy = bench(tmp_path, settings=FederationSettings(deadline_s=1.0))
     inner = toy.endpoint()
 
     def endpoint(client: str, *rest: Any) -> Any:
-        if client == "bob":
-            time.sleep(0.2)
+        now_s[0] += seconds_s if client == slow else 0.9
         return inner(client, *rest)
 
-    transport = InProcessTransport(endpoint, SIZES)
+    transport: SimulatedTransport = InProcessTransport(endpoint, SIZES)
+    if inline:
+        transport = ProcessTransport(InlinePool({"train": train_handler(endpoint)}), SIZES)
     toy.run(transport)
-    statuses = [client["status"] for client in toy.rows()[0]["clients"]]
-    assert statuses[1:] == ["late"] * 3
-    assert not [name for name in transport.states()["bob"] if name.startswith("optimizer/")]
+    for row in toy.rows():
+        assert {client["name"]: client["status"] for client in row["clients"]} == {
+            client: "late" if client == slow else "ok" for client in SIZES
+        }
+    for client, state in transport.states().items():
+        assert any(name.startswith("optimizer/") for name in state) == (client != slow)
 
 
 @pytest.mark.parametrize(

@@ -295,5 +295,5 @@ def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
 
 
 def _deadline_s(fed: Federation, number: int) -> float | None:
-    """Seconds that a round waits; clients load their models in the first of a sitting, not in every first round."""
+    """Seconds that a client has; clients load their models in the first of a sitting, not in every first round."""
     return fed.settings.seconds_to_wait(first=number == fed.first_round)

@@ -81,7 +81,7 @@ class MaskedRound:
     Args:
         fed: the federation.
         message: the server's message of the round, to no client in particular.
-        deadline_s: how long each exchange waits; None for no deadline.
+        deadline_s: how long a client may take over each exchange; None for no deadline.
     """
 
     def __init__(self, fed: Federation, message: Message, deadline_s: float | None) -> None:

@@ -12,11 +12,10 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from fednl.errors import FednlError
 from fednl.federation.frames import Blobs, read_frame, skip_to_mark, write_frame
@@ -56,13 +55,23 @@ class _Progress(NamedTuple):
     facts: dict[str, Any]
 
 
+_Told: TypeAlias = Result | _Progress | Exception | None
+"""What is heard of a job; None once it has taken longer than it may."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A job with where its outcome goes; a cancelled one is not begun."""
+    """A job with where its outcome goes and how long it may take; a cancelled one is not begun."""
 
     job: Job
-    outbox: queue.SimpleQueue[Result | _Progress | Exception]
+    outbox: queue.SimpleQueue[tuple[_Ticket, _Told]]
     cancelled: threading.Event
+    deadline_s: float | None
+    patience_s: float
+    """How long after the deadline its worker may still be at it, before the worker is ended."""
+
+    def tell(self, what: _Told) -> None:
+        self.outbox.put((self, what))
 
 
 class WorkerPool:
@@ -82,6 +91,7 @@ class WorkerPool:
         command = [sys.executable, "-m", module, *args]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(env or {})}
         self._workers = [_Worker(command, environment, self._inbox) for _ in range(size)]
+        self._patience_s = 0.0
 
     def map(
         self,
@@ -91,36 +101,40 @@ class WorkerPool:
     ) -> Iterator[Result]:
         """Does the jobs, in their order on whichever worker is free, and gives results as they come.
 
-        If the caller stops early, or the deadline passes, jobs not begun are dropped, and those at work end
-        unheard.
+        If the caller stops early, jobs not begun are dropped, and those at work end unheard. So does a job that
+        takes longer than the deadline; a worker that then does not come back to the others is ended and replaced. It
+        has the longest deadline this pool was ever given for that: a slow job ends by itself, and a new worker, which
+        loads what it needs in its first job, gets there.
 
         Args:
             jobs: what to do.
             on_progress: is told (job, facts) in the calling thread, between results.
-            deadline_s: seconds from now after which nothing more is given; None for no deadline.
+            deadline_s: seconds that each job has from when a worker begins with it; None for no deadline.
 
         Raises:
             FednlError: the worker's module cannot be started.
         """
-        outbox: queue.SimpleQueue[Result | _Progress | Exception] = queue.SimpleQueue()
+        outbox: queue.SimpleQueue[tuple[_Ticket, _Told]] = queue.SimpleQueue()
         cancelled = threading.Event()
-        tickets = [_Ticket(job, outbox, cancelled) for job in jobs]
-        end_s = None if deadline_s is None else time.monotonic() + deadline_s
+        self._patience_s = max(self._patience_s, deadline_s or 0.0)
+        tickets = [_Ticket(job, outbox, cancelled, deadline_s, self._patience_s) for job in jobs]
         for ticket in tickets:
             self._inbox.put(ticket)
-        waiting = len(tickets)
+        waiting = set(tickets)
         try:
             while waiting:
-                item = outbox.get(timeout=None if end_s is None else max(0.0, end_s - time.monotonic()))
+                ticket, item = outbox.get()
+                if ticket not in waiting:  # it was given up
+                    continue
                 if isinstance(item, Exception):
                     raise item
+                if isinstance(item, _Progress):
+                    if on_progress is not None:
+                        on_progress(item.job, item.facts)
+                    continue
+                waiting.remove(ticket)
                 if isinstance(item, Result):
-                    waiting -= 1
                     yield item
-                elif on_progress is not None:
-                    on_progress(item.job, item.facts)
-        except queue.Empty:
-            return
         finally:
             cancelled.set()
 
@@ -198,24 +212,47 @@ class _Worker:
         while (ticket := self._inbox.get()) is not None:
             if not ticket.cancelled.is_set():
                 try:
-                    ticket.outbox.put(self._do(ticket))
+                    ticket.tell(self._do(ticket))
                 except Exception as error:  # the caller of map hears of it, and does not wait for ever
                     self._restart()
-                    ticket.outbox.put(error)
+                    ticket.tell(error)
         self._end()
 
     def _do(self, ticket: _Ticket) -> Result:
         job = ticket.job
         stdin, stdout = self._ready_pipes()
-        with contextlib.suppress(OSError):  # a pipe that breaks is a worker that ended
+        with self._watched(ticket), contextlib.suppress(OSError):  # a pipe that breaks is a worker that ended
             write_frame(stdin, {"op": job.op, "job": dict(job.header)}, job.blobs)
             while (frame := read_frame(stdout)) is not None:
                 header, blobs = frame
                 if header.pop("kind") == "result":
                     return Result(job, header, blobs)
-                ticket.outbox.put(_Progress(job, header["facts"]))
+                ticket.tell(_Progress(job, header["facts"]))
         self._restart()
         return Result(job, {"status": "lost", "answer": {}}, [])
+
+    @contextlib.contextmanager
+    def _watched(self, ticket: _Ticket) -> Iterator[None]:
+        """Gives the ticket up at its deadline, and ends a process that is still at it when patience is over too."""
+        done = threading.Event()
+
+        def watch() -> None:
+            if done.wait(ticket.deadline_s):
+                return
+            ticket.tell(None)
+            if done.wait(ticket.patience_s):
+                return
+            with self._lock:
+                if not done.is_set():
+                    self._process.kill()
+
+        if ticket.deadline_s is not None:
+            threading.Thread(target=watch, name="fednl-deadline", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:  # so that the process is not ended at its next job
+                done.set()
 
     def _ready_pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         """Waits until the worker serves; one that ends before is started once more, then given up."""

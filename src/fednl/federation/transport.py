@@ -62,7 +62,14 @@ class Transport(Protocol):
         ...
 
     def replies(self, deadline_s: float | None, on_progress: OnClient | None = None) -> Iterator[Reply]:
-        """Gives replies as they come, until all asked have answered or `deadline_s` seconds have passed."""
+        """Gives replies as they come, until all asked have answered or been given up.
+
+        Args:
+            deadline_s: seconds that a client has, counted from when it is asked to work; None for no deadline. Over a
+                network all are asked at once, so it is one clock for the round. Where clients take turns on one
+                machine, each has its own, from when its turn begins.
+            on_progress: is told (client, facts) while a client works.
+        """
         ...
 
     def states(self) -> dict[str, ClientState]:
@@ -152,24 +159,22 @@ class InProcessTransport(SimulatedTransport):
     def replies(self, deadline_s: float | None, on_progress: OnClient | None = None) -> Iterator[Reply]:
         """Lets the asked clients work in sorted order and gives each one's reply.
 
-        A client that raises has failed, and the round goes on. After the deadline no further client starts,
-        and one that ends after it counts as not answered, its state unchanged.
+        A client that raises has failed, and the round goes on. One that ends after its deadline counts as not
+        answered, its state unchanged.
 
         Args:
-            deadline_s: seconds from now; None for no deadline.
+            deadline_s: seconds from when a client begins, for each anew; None for no deadline.
             on_progress: is told (client, facts) while a client works.
         """
-        end_s = None if deadline_s is None else time.monotonic() + deadline_s
         for client, payload, state in self._take_asked():
-            if _is_over(end_s):
-                return
+            began_s = time.monotonic()
             try:
                 reply, new_state = call_endpoint(self._endpoint, client, payload, state, on_progress)
             except Exception as error:
                 yield Reply.failed(client, describe_failure(error))
                 continue
-            if _is_over(end_s):
-                return
+            if deadline_s is not None and time.monotonic() - began_s > deadline_s:
+                continue
             self._states[client] = new_state
             yield Reply(client, reply)
 
@@ -196,7 +201,3 @@ def call_endpoint(
 
     reply, new_state = endpoint(client, Message.from_bytes(payload), unpack(state)[0], tell)
     return reply.to_bytes(), pack(new_state)
-
-
-def _is_over(end_s: float | None) -> bool:
-    return end_s is not None and time.monotonic() > end_s

@@ -35,10 +35,10 @@ class ProcessTransport(SimulatedTransport):
         """Lets the asked clients work and gives replies as they come.
 
         A client whose worker dies is lost for this round, its state unchanged; so is, without a reply, one
-        that has not answered at the deadline.
+        that has not answered at its deadline.
 
         Args:
-            deadline_s: seconds from now; None for no deadline.
+            deadline_s: seconds from when a worker begins with a client, for each anew; None for no deadline.
             on_progress: is told (client, facts) while clients work.
         """
         jobs = [
