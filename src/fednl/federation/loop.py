@@ -10,12 +10,12 @@ from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
-from fednl.federation.coding import encode
 from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
+from fednl.federation.letters import Letters, message_of
 from fednl.federation.lora_combine import LoraCombiner
-from fednl.federation.lora_ranks import Ranks, check_ranks
+from fednl.federation.lora_ranks import check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, check_shared, finite
@@ -24,7 +24,6 @@ from fednl.federation.record import Federation, OnEvent, Point, Validate, begin,
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
-from fednl.federation.validate import Wanted
 from fednl.runs import Run
 from fednl.seeding import seed_of
 
@@ -147,10 +146,9 @@ def _one_round(fed: Federation, point: Point) -> Point:
     private = _private(fed, point)
     if private is not None:
         asked = private.draw(free, asked)
-    shared = {name: point.params[name] for name in fed.names}
-    beside = fed.algorithm.broadcast(shared, point.server_state)
+    message = message_of(fed, point)
+    shared = message.params
     combiner = _combiner(fed, shared, None if private is None else private.sum)
-    message = Message(shared, beside, round=number, run=fed.run_name, adapters=fed.adapters)
     ledger = _ask(fed, point, message, asked, combiner)
     params, server_state = point.params, point.server_state
     numbers, spent = combiner.facts(), None
@@ -207,26 +205,17 @@ def _combiner(
 
 def _ask(fed: Federation, point: Point, message: Message, asked: list[str], combiner: Combiner | MaskedMean) -> Ledger:
     """Sends the server's message out, and hands what comes back to the combiner in the order of names."""
-    number, shared = message.round, message.params
+    number = message.round
     progress = Steps(fed, number, asked)
     fed.tell("round-start", round=number, rounds=fed.training.rounds, clients=asked, total=len(asked))
     if isinstance(combiner, MaskedMean):
         masked = MaskedRound(fed, message, _deadline_s(fed, number))
         return masked.run(asked, combiner, progress.step, progress.client_done)
-    algorithm, traffic, ranks = fed.algorithm, fed.exchange.traffic, Ranks(fed.settings.lora_ranks)
-    given = {name: point.params[name] for name in algorithm.given(point.params)}
-    made = algorithm.made(point.server_state)
+    letters = Letters(fed, point, message)
     down_bytes, tensor_bytes, wanted = {}, {}, {}
     for client in asked:
-        offer = algorithm.offer(shared, ranks.of(client))
-        known = algorithm.once(message.extra) if client in point.told else []
-        beside = {name: tensor for name, tensor in message.extra.items() if name not in known}
-        beside |= given if made and client not in point.told else {}
-        sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
+        sent, wanted[client] = letters.to(client)
         down_bytes[client], tensor_bytes[client] = fed.transport.send(client, sent), sent.tensor_bytes
-        extra = {**algorithm.extra(offer), **({} if made else given)}
-        apart = frozenset(algorithm.apart(extra))
-        wanted[client] = Wanted(algorithm.returns(offer), extra, number, fed.run_name, traffic.up_coding, apart)
     ledger = Ledger(wanted, down_bytes, tensor_bytes)
     queue = InOrder(asked)
     for reply in fed.transport.replies(_deadline_s(fed, number), progress.step):
