@@ -56,6 +56,13 @@ def test_without_a_terminal_one_line_a_phase_and_a_round() -> None:
     ]
 
 
+def test_a_round_that_changed_nothing_says_why() -> None:
+    progress, out = shown(Clock())
+    progress({"event": "round-start", "arm": "federated", "round": 1, "rounds": 1, "total": 1})
+    progress({"event": "round-end", "round": 1, "rounds": 1, "updated": False, "reason": "no client has examples"})
+    assert out.getvalue() == "[  0:00] federated: round 1 of 1, rules unchanged (no client has examples)\n"
+
+
 def test_a_long_silence_is_broken() -> None:
     clock = Clock()
     progress, out = shown(clock)

@@ -157,6 +157,7 @@ class Progress:
         parts.append(f", loss {state.loss:.3f}" if state.loss is not None else "")
         epsilon = event.get("metrics", {}).get("epsilon")
         parts.append(f", epsilon {epsilon:.3g}" if epsilon is not None else "")
+        parts.append(f", rules unchanged ({event['reason']})" if event.get("reason") else "")
         parts.append(f", {duration(event['seconds_s'])}" if "seconds_s" in event else "")
         self._say("".join(parts) + self._left(self._clock()))
 

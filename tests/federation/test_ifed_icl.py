@@ -11,7 +11,9 @@ import pytest
 import torch
 from federation_toys import Tampered
 
+from fednl.errors import FednlError, SettingsError
 from fednl.federation.algorithms import ALGORITHMS
+from fednl.federation.combine import WITHHELD
 from fednl.federation.exchange import CombineSettings, Exchange
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.loop import run_rounds
@@ -164,6 +166,17 @@ def test_a_client_with_few_examples_sends_no_vector_and_takes_part_after_that(tm
     assert first == ["withheld", "ok", "ok"] and second == ["ok", "ok", "ok"]
     assert next(m for m in toy.replies() if m.client == "a").extra == {}
     assert equal(next(m for m in toy.replies() if m.client == "a").params, {COEFFICIENTS: start()[COEFFICIENTS]})
+
+
+def test_c01_a_floor_that_no_client_reaches_is_refused_or_said_at_the_end(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, min_examples=100, settings=FederationSettings(algorithm="ifed-icl"))
+    words = r"\[ifed-icl\] min-examples = 100, but the largest of the 3 clients has 12 training examples, .*: lower it"
+    with pytest.raises(SettingsError, match=words):
+        toy.run()
+    toy.transport = Tampered(toy.endpoint, list(SIZES), toy.change)
+    with pytest.raises(FednlError, match="None of the 4 rounds changed the rules"):
+        toy.run()
+    assert {row["reason"] for row in toy.rows()} == {WITHHELD}
 
 
 def test_a_client_without_examples_gets_the_vectors_and_sends_none(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, forge, start_
 from pydantic import ValidationError
 
 from fednl.config import Config
-from fednl.errors import DataError, FednlError, MessageError
+from fednl.errors import DataError, FednlError, MessageError, SettingsError
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.checkpoint import load_round, read_tensors
+from fednl.federation.exchange import Exchange, PrivacySettings
 from fednl.federation.local import LocalPlan, learning_rate
 from fednl.federation.message import Message
 from fednl.federation.params import equal, finite, personal
@@ -87,13 +88,40 @@ def test_b17_the_schedule_follows_the_global_round_and_never_restarts() -> None:
     assert len(set(rates[peak + 1 :])) == len(rates) - peak - 1
 
 
-def test_c01_no_examples_anywhere_stops_before_round_one_or_keeps_the_rules(tmp_path: Path) -> None:
+def test_c01_no_examples_anywhere_stops_before_round_one_or_keeps_the_rules_and_says_so(tmp_path: Path) -> None:
     toy = Bench(tmp_path / "known", sizes={"ada": 0, "bob": 0}, training=ONE_ROUND)
     with pytest.raises(DataError, match="None of the 2 clients"):
         toy.run()
-    late = Bench(tmp_path / "unknown", sizes={"ada": 0, "bob": 0}, training=ONE_ROUND)
-    assert equal(late.run(InProcessTransport(late.endpoint(), ["ada", "bob"])), start_params())
-    assert late.rows()[0]["reason"] == "no client that was asked has examples"
+    late = Bench(tmp_path / "unknown", sizes={"ada": 0, "bob": 0}, training=TrainingSettings(rounds=5, local_steps=1))
+    with pytest.raises(FednlError, match="None of the 5 rounds changed the rules"):
+        late.run(InProcessTransport(late.endpoint(), ["ada", "bob"]))
+    assert equal(read_tensors(late.path / "final/params.safetensors")[0], start_params())
+    assert [row["reason"] for row in late.rows()] == ["no client that was asked has examples"] * 5
+
+
+def test_c01_a_round_that_draws_only_clients_without_examples_is_no_failure(tmp_path: Path) -> None:
+    settings = FederationSettings(clients_per_round=1, max_failed_rounds=1)
+    toy = Bench(tmp_path / "run", sizes={"ada": 0, "bob": 3, "cyd": 0}, settings=settings)
+    toy.training = TrainingSettings(rounds=8, local_steps=1)
+    toy.run()
+    reasons = [row.get("reason", "") for row in toy.rows()]
+    assert set(reasons) == {"", "no client that was asked has examples"}
+    assert reasons[:2] != ["", ""], "the case is not trivial"
+
+
+def test_c01_a_floor_that_no_client_reaches_is_refused_or_said_at_the_end(tmp_path: Path) -> None:
+    """Clients with examples that may not share are no clients without: their round has words of its own."""
+    toy = Bench(tmp_path / "known", training=ONE_ROUND)
+    toy.exchange = Exchange(privacy=PrivacySettings(min_examples=100))
+    words = r"\[privacy\] min-examples = 100, but the largest of the 4 clients has 12 training examples, .*: lower it"
+    with pytest.raises(SettingsError, match=words):
+        toy.run()
+    assert not (toy.path / "rounds.jsonl").exists()
+    toy.path = tmp_path / "unknown"
+    with pytest.raises(FednlError, match="None of the 1 rounds changed the rules"):
+        toy.run(InProcessTransport(toy.endpoint(), list(SIZES)))
+    assert toy.rows()[0]["reason"] == "no client that was asked has enough examples to share what it learns"
+    assert {client["status"] for client in toy.rows()[0]["clients"]} == {"withheld"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -13,6 +13,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params, add_scaled, norm, shortened, subtract
 
 NO_EXAMPLES = "no client that was asked has examples"
+WITHHELD = "no client that was asked has enough examples to share what it learns"
 
 
 class Combiner(Protocol):

@@ -116,12 +116,29 @@ class Ledger:
         """Counts the accepted replies, those of clients without examples included."""
         return sum(row["status"] in VALID for row in self._rows.values())
 
+    def withheld(self) -> bool:
+        """Says whether a client has examples, but too few to share."""
+        return any(row["status"] == "withheld" for row in self._rows.values())
+
     def mean_loss(self) -> float | None:
         """Gives the clients' training loss weighted by examples, in sorted order; None without any."""
         trained = [row for row in self.rows() if row["status"] == "ok" and "loss" in row]
         pairs = [(row["loss"], row["num_examples"]) for row in trained]
         total = sum(weight for _, weight in pairs)
         return sum(loss * weight for loss, weight in pairs) / total if total else None
+
+    def why_no_quorum(self, quorum: int) -> str:
+        """Says why the valid replies are too few for a round to count; empty if they are enough.
+
+        Args:
+            quorum: how many it needs.
+        """
+        valid = self.valid()
+        if valid >= quorum:
+            return ""
+        first = self.first_fault()
+        cause = f", first {first}" if first else ", the other clients are in quarantine"
+        return f"{valid} valid replies are fewer than quorum = {quorum}{cause}"
 
     def first_fault(self) -> str:
         """Says in a few words why the first client without a valid reply has none; empty if all have one."""

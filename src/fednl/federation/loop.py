@@ -10,7 +10,7 @@ from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
-from fednl.federation.combine import NO_EXAMPLES, Combiner, InOrder
+from fednl.federation.combine import NO_EXAMPLES, WITHHELD, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.letters import Letters, message_of
@@ -72,11 +72,12 @@ def run_rounds(
         `transport.states()`, see `fednl.federation.params.personal`.
 
     Raises:
-        SettingsError: `shared` matches nothing, more clients are asked for than there are, parts of `exchange` do
-            not fit together, or its first round would spend more than the budget.
+        SettingsError: `shared` matches nothing, more clients are asked for than there are, no client has as many
+            examples as sharing needs, parts of `exchange` do not fit together, or its first round would spend more
+            than the budget.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
-        FednlError: too many rounds in a row without a quorum, or no round that had one.
+        FednlError: too many rounds in a row failed, or no round changed the rules.
         Interrupted: Ctrl-C; the finished rounds are saved.
 
     Source: McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1; validation, quorum and checkpoints are ours.
@@ -84,6 +85,9 @@ def run_rounds(
     names = _check_start(algorithm, transport, params, settings)
     asked = settings.clients_per_round or len(transport.clients())
     check_exchange(exchange, settings, algorithm.traits, asked)
+    _check_enough(transport, "privacy", exchange.privacy.min_examples)
+    if algorithm.given(params) and not algorithm.made(algorithm.opening(params)):
+        _check_enough(transport, settings.algorithm, getattr(algorithm.settings, "min_examples", 1))
     fed = Federation(
         algorithm,
         transport,
@@ -113,10 +117,10 @@ def run_rounds(
             f"go on with `fednl train --resume {run.path}`."
         ) from None
     write_final(fed, point)
-    if point.round and point.failed_rounds >= point.round:
+    if point.round and not point.updates:
         raise FednlError(
-            f"None of the {point.round} rounds changed the rules, as too few clients gave a valid update; rounds.jsonl "
-            f"in {run.path} says why for each client."
+            f"None of the {point.round} rounds changed the rules: rounds.jsonl in {run.path} says why for each "
+            "round and each client."
         )
     return point.params
 
@@ -155,7 +159,8 @@ def _one_round(fed: Federation, point: Point) -> Point:
     if private is not None:
         spent = private.after(asked)
         numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    reason, news = _why_no_quorum(fed, ledger) or combiner.fault(), False
+    reason, news = ledger.why_no_quorum(fed.settings.quorum) or combiner.fault(), False
+    reason = WITHHELD if reason == NO_EXAMPLES and ledger.withheld() else reason
     if not reason:
         combined = replace(combiner.result(), round=number)
         update, new_state = fed.algorithm.server_step(shared, combined, point.server_state)
@@ -170,7 +175,8 @@ def _one_round(fed: Federation, point: Point) -> Point:
         round=number,
         params=params,
         server_state=server_state,
-        failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES) else 0,
+        failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES, WITHHELD) else 0,
+        updates=point.updates + (not reason),
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
         told=_told(fed, point, ledger, news),
         spent=spent,
@@ -274,13 +280,15 @@ def _check_start(
     return names
 
 
-def _why_no_quorum(fed: Federation, ledger: Ledger) -> str:
-    valid = ledger.valid()
-    if valid >= fed.settings.quorum:
-        return ""
-    first = ledger.first_fault()
-    cause = f", first {first}" if first else ", the other clients are in quarantine"
-    return f"{valid} valid replies are fewer than quorum = {fed.settings.quorum}{cause}"
+def _check_enough(transport: Transport, section: str, fewest: int) -> None:
+    """Refuses a floor that no client reaches, where their examples are known."""
+    examples = transport.examples()
+    largest = max(examples.values(), default=0)
+    if len(examples) == len(transport.clients()) and largest < fewest:
+        raise SettingsError(
+            f"[{section}] min-examples = {fewest}, but the largest of the {len(examples)} clients has {largest} "
+            "training examples, so none would share anything: lower it, or give clients more."
+        )
 
 
 def _deadline_s(fed: Federation, number: int) -> float | None:

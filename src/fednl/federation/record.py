@@ -77,6 +77,8 @@ class Point:
     spent: Spent | None = None
     told: tuple[str, ...] = ()
     """The clients that have what the algorithm gives them once."""
+    updates: int = 0
+    """How many rounds changed the rules."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def save(
         {
             "best": point.best,
             "failed_rounds": point.failed_rounds,
+            "updates": point.updates,
             "conduct": asdict(point.conduct),
             "told": point.told,
             **({"spent": point.spent.to_dict()} if point.spent else {}),
@@ -224,7 +227,10 @@ def resume(fed: Federation, params: Params) -> Point | None:
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
     spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
-    return Point(checkpoint.round, checkpoint.params, checkpoint.server_state, best, failed, conduct, spent, told)
+    # Checkpoints from before updates were counted know failed rounds only.
+    updates = checkpoint.state.get("updates", checkpoint.round - failed)
+    state = checkpoint.server_state
+    return Point(checkpoint.round, checkpoint.params, state, best, failed, conduct, spent, told, updates)
 
 
 def write_final(fed: Federation, point: Point) -> None:
