@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from federation_toys import SIZES, Bench, in_parts, own_settings, start_params
 
-from fednl.errors import CheckpointError
+from fednl.errors import CheckpointError, FednlError
 from fednl.federation import checkpoint as checkpoint_module
+from fednl.federation.accounting import epsilon_of
 from fednl.federation.algorithms import ALGORITHMS
-from fednl.federation.exchange import PLAIN, Exchange, TrafficSettings
+from fednl.federation.checkpoint import read_tensors
+from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings, TrafficSettings
+from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
+from fednl.federation.transport import InProcessTransport
 
 ROUNDS = 4
 TRAINING = TrainingSettings(
@@ -150,6 +154,77 @@ def test_a_damaged_newest_checkpoint_costs_a_round_and_no_bits(tmp_path: Path, u
     assert same(resumed(toy), uninterrupted)
     assert "round-3" in toy.events[0]["text"]
     assert [event["round"] for event in toy.events if event["event"] == "round-start"] == [3, 4]
+
+
+def faulty_from(toy: Bench, first: int) -> InProcessTransport:
+    """Two of four clients fail from a round on, under a quorum of three."""
+    inner = toy.endpoint()
+
+    def endpoint(client: str, message: Message, *rest: Any) -> Any:
+        if message.round >= first and client in ("ada", "bob"):
+            raise OSError("a full disk")
+        return inner(client, message, *rest)
+
+    return InProcessTransport(endpoint, SIZES)
+
+
+@pytest.mark.parametrize(("first", "most"), [(1, 2), (1, 9), (3, 2), (2, 4), (5, 2)])
+def test_a_run_that_failed_leaves_its_rules_and_once_mended_ends_as_if_nothing_had_been(
+    tmp_path: Path, first: int, most: int
+) -> None:
+    whole, toy = bench(tmp_path / "whole"), bench(tmp_path / "run")
+    for each in (whole, toy):
+        each.settings = FederationSettings(quorum=3, max_failed_rounds=most)
+        each.training = TRAINING.model_copy(update={"rounds": 6})
+    score_six = lambda round, params: Validation({"loss": [0.4, 0.3, 0.7, 0.5, 0.2, 0.6][round - 1]})  # noqa: E731
+    transport = whole.transport()
+    expected = outcome(whole, transport, whole.run(transport, validate_round=score_six))
+    stopped = min(first - 1 + most, 6)
+    for _ in range(2):  # with the fault still there, the same rounds fail again, and so does the run
+        with pytest.raises(FednlError, match=r"rounds in a row failed|rounds changed the rules"):
+            toy.run(faulty_from(toy, first), validate_round=score_six)
+        assert [row["updated"] for row in toy.rows()] == [round < first for round in range(1, stopped + 1)]
+        left, header = read_tensors(toy.path / "final/params.safetensors")
+        assert header == {"round": stopped} and (first > 1 or equal(left, start_params()))
+        assert (toy.path / "best/params.safetensors").exists()
+    toy.events.clear()
+    transport = toy.transport()
+    assert same(outcome(toy, transport, toy.run(transport, validate_round=score_six)), expected)
+    assert toy.events[0]["text"] == f"rounds {first} to {stopped} changed nothing, so they are done again"
+    kept = {path.name for path in (toy.path / "checkpoints").iterdir()}
+    assert kept == {path.name for path in (whole.path / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_failed_rounds_have_spent_of_a_budget_stays_spent(tmp_path: Path, first: int) -> None:
+    toy = bench(tmp_path / "run", "fedavg")
+    toy.settings = FederationSettings(quorum=3, max_failed_rounds=2)
+    privacy = PrivacySettings(mode="central", noise_seed=1)
+    toy.exchange = Exchange(combine=CombineSettings(weights="uniform"), privacy=privacy)
+    with pytest.raises(FednlError, match="2 rounds in a row failed"):
+        toy.run(faulty_from(toy, first))
+    toy.run()
+    assert toy.rows()[-1]["metrics"]["epsilon"] == epsilon_of([(1.0, 1.0, ROUNDS + 2)], privacy.delta)
+
+
+def test_failed_rounds_below_the_limit_are_not_done_again(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run")
+    toy.settings = FederationSettings(quorum=3, max_failed_rounds=3)
+    toy.run(faulty_from(toy, 3))
+    toy.events.clear()
+    toy.run()
+    assert toy.events == []
+    assert [row["updated"] for row in toy.rows()] == [True, True, False, False]
+
+
+def test_of_a_failed_run_with_too_few_checkpoints_the_newest_counts(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run")
+    toy.settings = FederationSettings(quorum=3, max_failed_rounds=2)
+    with pytest.raises(FednlError, match="2 rounds in a row failed"):
+        toy.run(faulty_from(toy, 2))
+    shutil.rmtree(toy.path / "checkpoints" / "round-1")
+    toy.run()
+    assert [row["updated"] for row in toy.rows()] == [True, False, False, True]
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:

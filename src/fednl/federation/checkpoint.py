@@ -59,6 +59,8 @@ def save_round(
 ) -> Path:
     """Writes the checkpoint of round `n` so that a crash at any moment leaves the one before it intact.
 
+    Checkpoints of later rounds, which the run went back behind, go.
+
     Args:
         folder: the `checkpoints` folder; made if missing.
         n: the round, counted from 1.
@@ -87,7 +89,10 @@ def save_round(
             shutil.rmtree(place)
         os.replace(temporary, place)
         sync_folder(folder)
-        for old in set(_numbered(folder)[keep:]) - set(spare):
+        rounds = _numbered(folder)
+        for later in (number for number in rounds if number > n):
+            shutil.rmtree(folder / f"round-{later}")
+        for old in set([number for number in rounds if number <= n][keep:]) - set(spare):
             shutil.rmtree(folder / f"round-{old}")
     except OSError as error:
         raise FednlError(

@@ -48,7 +48,8 @@ def run_rounds(
     """Trains rules over many clients, and leaves every finished round on disk.
 
     If the folder holds checkpoints of this run, it goes on after the newest good one, and ends with the same
-    bits as if it had never stopped. Rounds are counted from 1.
+    bits as if it had never stopped; of a run that ended as rounds failed, after the newest round that did not fail.
+    Rounds are counted from 1.
 
     Args:
         algorithm: how rules are trained and merged.
@@ -183,6 +184,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     )
     after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
     if after.failed_rounds >= fed.settings.max_failed_rounds:
+        write_final(fed, after)
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 

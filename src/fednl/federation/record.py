@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from fednl.errors import CheckpointError
 from fednl.federation.accounting import Spent, begin_privacy
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.checkpoint import load_newest, save_round, write_tensors
+from fednl.federation.checkpoint import Checkpoint, load_newest, load_round, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
@@ -178,7 +178,7 @@ def save(
             "identity": fed.identity(),
         },
         fed.settings.keep_checkpoints,
-        {*fed.milestones, int(point.best.get("round", 0))},
+        {*fed.milestones, int(point.best.get("round", 0)), point.round - point.failed_rounds},
     )
     fed.tell("round-end", rounds=fed.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
     return point
@@ -186,8 +186,6 @@ def save(
 
 def begin(fed: Federation, params: Params) -> Point:
     """A fresh start: every client holds the start values of what is private to it."""
-    if (fed.run.path / fed.inside("rounds.jsonl")).exists():
-        fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
     private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
     start = {f"private/{name}": params[name] for name in private}
@@ -197,10 +195,16 @@ def begin(fed: Federation, params: Params) -> Point:
 
 
 def resume(fed: Federation, params: Params) -> Point | None:
-    """The newest good checkpoint, with everything put back to where it stood; None if there is none."""
+    """The newest good checkpoint, with everything put back to where it stood; None if there is none.
+
+    Of a run that ended in an error, the rounds that failed are taken back, as far as there are checkpoints; what they
+    have spent of a privacy budget stays spent.
+    """
     folder = fed.path("checkpoints")
     checkpoint = load_newest(folder)
     if checkpoint is None:
+        if (fed.run.path / fed.inside("rounds.jsonl")).exists():
+            fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
         return None
     now = fed.identity()
     # Checkpoints from before there was a quarantine go on under today's.
@@ -220,17 +224,40 @@ def resume(fed: Federation, params: Params) -> Point | None:
         raise CheckpointError(f"The checkpoints in {folder} hold other rules than this model has: start anew.")
     if checkpoint.skipped:
         fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
+    spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
+    newest = checkpoint.round
+    checkpoint = _before_failures(fed, checkpoint)
+    done = 0 if checkpoint is None else checkpoint.round
+    if done < newest:
+        fed.tell("note", text=f"rounds {done + 1} to {newest} changed nothing, so they are done again")
+    if checkpoint is None:
+        return replace(begin(fed, params), spent=spent)
     fed.transport.restore(checkpoint.client_states)
     rows = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
     if rows < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
+    updates, server_state = _updates(checkpoint), checkpoint.server_state
     conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
-    spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
-    # Checkpoints from before updates were counted know failed rounds only.
-    updates = checkpoint.state.get("updates", checkpoint.round - failed)
-    state = checkpoint.server_state
-    return Point(checkpoint.round, checkpoint.params, state, best, failed, conduct, spent, told, updates)
+    return Point(checkpoint.round, checkpoint.params, server_state, best, failed, conduct, spent, told, updates)
+
+
+def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:
+    """Where to go on: before the failures that ended the run, else after the newest round; None for the very start."""
+    failed: int = newest.state["failed_rounds"]
+    if newest.round == fed.training.rounds and not _updates(newest):
+        failed = newest.round
+    elif failed < fed.settings.max_failed_rounds:
+        return newest
+    try:
+        return load_round(fed.path("checkpoints"), newest.round - failed) if failed < newest.round else None
+    except CheckpointError:  # an earlier version kept none that old
+        return newest
+
+
+def _updates(checkpoint: Checkpoint) -> int:
+    """How many rounds changed the rules; checkpoints from before these were counted know failed rounds only."""
+    return int(checkpoint.state.get("updates", checkpoint.round - checkpoint.state["failed_rounds"]))
 
 
 def write_final(fed: Federation, point: Point) -> None:
