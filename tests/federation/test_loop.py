@@ -350,9 +350,9 @@ def test_events_carry_what_a_display_needs(tmp_path: Path) -> None:
     toy.run(InProcessTransport(toy.endpoint(), SIZES))
     kinds = [event["event"] for event in toy.events]
     one_round = ["round-start", *(["step"] * 3 + ["client-done"]) * 4, "round-end"]
-    assert kinds == one_round * 2
+    assert kinds == ["note", *one_round * 2]
     assert all(event["rounds"] == 2 for event in toy.events)
-    assert [event["round"] for event in toy.events] == [1] * len(one_round) + [2] * len(one_round)
+    assert [event["round"] for event in toy.events] == [1] * (1 + len(one_round)) + [2] * len(one_round)
     steps = [event for event in toy.events if event["event"] == "step"]
     assert [event["done"] for event in steps] == list(range(1, 25))
     assert {event["total"] for event in steps} == {24}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from fednl.config import Config
 from fednl.errors import DataError, FednlError, MessageError, SettingsError
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.checkpoint import load_round, read_tensors
-from fednl.federation.exchange import Exchange, PrivacySettings
+from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings, TrafficSettings
 from fednl.federation.local import LocalPlan, learning_rate
 from fednl.federation.message import Message
 from fednl.federation.params import equal, finite, personal
@@ -29,6 +30,7 @@ from fednl.federation.settings import PACES, FederationSettings, TrainingSetting
 from fednl.federation.transport import InProcessTransport, Reply
 from fednl.federation.validate import check_update
 
+UNIFORM = CombineSettings(weights="uniform")
 ONE_ROUND = TrainingSettings(rounds=1, local_steps=2)
 
 
@@ -169,6 +171,37 @@ def test_c08_the_mean_of_clients_metrics_and_each_one_are_there_without_asking(t
     row = toy.rows()[0]
     mean = sum(client["loss"] * client["num_examples"] for client in row["clients"]) / sum(SIZES.values())
     assert row["metrics"]["train_loss"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "exchange"),
+    [
+        ("fedavg", FederationSettings(), PLAIN),
+        ("scaffold", FederationSettings(clients_per_round=2), PLAIN),
+        ("fedavg", FederationSettings(lora_ranks=("a*=1",)), PLAIN),
+        ("fedavg", FederationSettings(), Exchange(TrafficSettings(up="int8", down="float16", content="deltas"))),
+        ("fedavg", FederationSettings(), Exchange(combine=UNIFORM, privacy=PrivacySettings(secure=True))),
+    ],
+)
+def test_c09_the_size_of_messages_is_told_before_anything_is_sent(
+    tmp_path: Path, kind: str, settings: FederationSettings, exchange: Exchange
+) -> None:
+    lora = bool(settings.lora_ranks)
+    algorithm = ALGORITHMS[kind](shared=("all", "lora") if lora else "all")
+    toy = Bench(tmp_path / "run", algorithm=algorithm, settings=settings, exchange=exchange, lora=lora)
+    toy.training = ONE_ROUND
+    toy.run()
+    assert [event["event"] for event in toy.events[:2]] == ["note", "round-start"]
+    told = toy.events[0]["text"]
+    assert f"{settings.clients_per_round or 4} of 4 clients are asked" in told
+    down, up = (float(number) * 1e6 for number in re.findall(r"([0-9.e-]+) MB", told))
+    rows = toy.rows()[0]["clients"]
+    metrics_bytes = 300
+    if exchange.privacy.secure:  # keys and shares are a masked round's other messages
+        assert 0 < down < min(row["down_bytes"] for row in rows) and 0 < up < min(row["up_bytes"] for row in rows)
+        return
+    assert down == pytest.approx(max(row["down_bytes"] for row in rows), rel=0.01)
+    assert 0 <= max(row["up_bytes"] for row in rows) - up <= metrics_bytes
 
 
 def test_c10_a_long_round_is_waited_for_and_there_is_one_deadline_to_set(tmp_path: Path) -> None:

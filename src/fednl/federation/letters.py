@@ -1,13 +1,18 @@
-"""What each client is sent in a round, and what its reply must be."""
+"""What each client is sent in a round, how large that is, and what its reply must be."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fednl.federation.coding import encode
+import torch
+
+from fednl.federation.coding import encode, wire_layout
+from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_ranks import Ranks
 from fednl.federation.message import Message
+from fednl.federation.params import Params, count
 from fednl.federation.record import Federation, Point
+from fednl.federation.secure import STAGES, layout
 from fednl.federation.validate import Wanted
 
 
@@ -46,3 +51,56 @@ class Letters:
         apart = frozenset(algorithm.apart(extra))
         returns = algorithm.returns(offer)
         return sent, Wanted(returns, extra, message.round, message.run, traffic.up_coding, apart)
+
+
+def told_after(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:
+    """Lists who has what the server gives once, after a round: whoever answers without fault keeps what it was sent.
+
+    Args:
+        fed: the federation.
+        point: where the run stood before the round.
+        ledger: the round's.
+        news: whether the round brought what nobody has yet.
+    """
+    gives = fed.algorithm.traits.passes_on or fed.algorithm.given(point.params)
+    if news or not gives or not fed.algorithm.made(point.server_state):
+        return ()
+    faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
+    kept = {client for client in point.told if faultless.get(client, True)}
+    return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
+
+
+def tell_sizes(fed: Federation, point: Point) -> None:
+    """Tells, before the first round, how large its messages are as serialised: those of the client with the largest.
+
+    Where nothing is shared, or there is one client, nothing is told. Of a masked sum, only the large messages count.
+
+    Args:
+        fed: the federation.
+        point: where the run stands; after the first round nothing is told.
+    """
+    clients = fed.transport.clients()
+    if point.round or not fed.algorithm.traits.shares or len(clients) < 2:
+        return
+    letters, ranks = Letters(fed, point, message_of(fed, point)), Ranks(fed.settings.lora_ranks)
+    by_rank = {ranks.of(client): client for client in sorted(clients, key=len)}
+    sizes = [
+        (sent.size_bytes, _reply(fed, sent, wanted).size_bytes) for sent, wanted in map(letters.to, by_rank.values())
+    ]
+    down, up = (f"{max(column) / 1e6:.3g} MB" for column in zip(*sizes, strict=True))
+    text = f"round 1 sends each client up to {down} and takes up to about {up} back, as serialised; "
+    text += f"{fed.asked_per_round} of {len(clients)} clients are asked"
+    fed.tell("note", round=1, rounds=fed.training.rounds, text=text)
+
+
+def _reply(fed: Federation, sent: Message, wanted: Wanted) -> Message:
+    """A reply of the size that a client's will have, but for what it measures."""
+    rules, extra = wire_layout(wanted.rules, wanted.coding)
+    extra |= wanted.extra
+    if fed.exchange.privacy.secure:
+        rules, extra = {}, layout(STAGES[2], fed.asked_per_round, count(wanted.rules))
+    return replace(sent, params=_blank(rules), extra=_blank(extra))
+
+
+def _blank(tensors: Params) -> Params:
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}

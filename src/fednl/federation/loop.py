@@ -12,8 +12,8 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
 from fednl.federation.combine import NO_EXAMPLES, WITHHELD, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
-from fednl.federation.ledger import VALID, Ledger
-from fednl.federation.letters import Letters, message_of
+from fednl.federation.ledger import Ledger
+from fednl.federation.letters import Letters, message_of, tell_sizes, told_after
 from fednl.federation.lora_combine import LoraCombiner
 from fednl.federation.lora_ranks import check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
@@ -107,6 +107,7 @@ def run_rounds(
     )
     point = resume(fed, params) or begin(fed, params)
     fed = replace(fed, first_round=point.round + 1)
+    tell_sizes(fed, point)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
         while point.round < last and not _budget_is_spent(fed, point):
@@ -179,7 +180,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES, WITHHELD) else 0,
         updates=point.updates + (not reason),
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
-        told=_told(fed, point, ledger, news),
+        told=told_after(fed, point, ledger, news),
         spent=spent,
     )
     after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
@@ -187,16 +188,6 @@ def _one_round(fed: Federation, point: Point) -> Point:
         write_final(fed, after)
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
-
-
-def _told(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:
-    """Who has what the server gives once, after this round: whoever answers without fault keeps what it was sent."""
-    gives = fed.algorithm.traits.passes_on or fed.algorithm.given(point.params)
-    if news or not gives or not fed.algorithm.made(point.server_state):
-        return ()
-    faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
-    kept = {client for client in point.told if faultless.get(client, True)}
-    return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
 
 
 def _combiner(
