@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fednl
 from fednl.config import Config, load_config
 from fednl.federation.coding import encode
+from fednl.federation.groups import select
 from fednl.federation.message import Message
-from fednl.federation.params import select
 from fednl.models.adapters import LoraAdapter
 from fednl.models.settings import LoraSettings
 from fednl.reproduce.keeping import run_at

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fednl.config import Config, load_config
-from fednl.federation.params import select
+from fednl.federation.groups import select
 
 ROOT = Path(__file__).parents[1]
 

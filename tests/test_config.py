@@ -58,9 +58,10 @@ def test_the_empty_file_is_every_default(write) -> None:  # type: ignore[no-unty
 def test_what_is_printed_reads_back(write, tmp_path: Path, algorithm: str) -> None:  # type: ignore[no-untyped-def]
     reads = ALGORITHMS[algorithm].traits.needs_context
     adapter, task = ("context-vectors", "classification") if reads else ("memory", "needles")
+    shared = '["theta", "lora"]' if ALGORITHMS[algorithm].traits.needs_lora else '"theta"'
     first = load_config(
         write(
-            f'[federation]\nalgorithm = "{algorithm}"\nadapters = "{adapter}"\n'
+            f'[federation]\nalgorithm = "{algorithm}"\nadapters = "{adapter}"\nshared = {shared}\n'
             '[lora]\nrank = 16\n[training]\noptimizer-state = "reset"\n'
             f'[data]\ntask = "{task}"\nfiller = "a \\"b\\" \\\\ ü\\t.txt"\n[evaluation]\narms = ["federated"]\n'
         )
@@ -128,8 +129,12 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         ('[federation]\nalgorithm = "ffa-lora"\n', ['algorithm = "ffa-lora"', "[lora] rank = 0", "1 or more"]),
         ('[federation]\nalgorithm = "flora"\n[lora]\nrank = 4\n', ["[lora] rank = 4", "flora", "9 or more"]),
         (
-            '[federation]\nalgorithm = "flexlora"\n[lora]\nrank = 4\n',
+            '[federation]\nalgorithm = "flexlora"\nshared = "lora"\n[lora]\nrank = 4\n',
             ['optimizer-state = "keep"', '"flexlora"', 'set it to "reset"'],
+        ),
+        (
+            '[federation]\nalgorithm = "ffa-lora"\n[lora]\nrank = 2\n',
+            ['shared = "theta" lets no LoRA factor out', 'add "lora"'],
         ),
         ('[federation]\nlora-ranks = ["passkey=2"]\n', ['lora-ranks = "passkey=2"', "0 LoRA components"]),
         ('[federation]\nlora-ranks = ["a=5"]\n[lora]\nrank = 4\n', ['lora-ranks = "a=5"', "4 LoRA", "[lora] rank"]),

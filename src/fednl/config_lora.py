@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fednl.data.tasks import DEMONSTRATED
 from fednl.errors import SettingsError
+from fednl.federation.groups import may_let_out
 
 if TYPE_CHECKING:
     from fednl.federation.algorithms.fedavg import FedAvg
@@ -74,8 +75,8 @@ def check_lora(
         arm_rank: the rank of the LoRA arm of a comparison, 0 if there is no such arm.
 
     Raises:
-        SettingsError: the algorithm needs a LoRA, or a larger one, or may keep no optimiser state; or a client is to
-            have a rank that is not there.
+        SettingsError: the algorithm needs a LoRA, or a larger one, or one that is shared, or may keep no optimiser
+            state; or a client is to have a rank that is not there.
     """
     name, traits = federation.algorithm, algorithm.traits
     if traits.needs_lora and rank == 0:
@@ -88,6 +89,11 @@ def check_lora(
         raise SettingsError(
             f'[lora] rank = {rank} leaves no component for the clients of algorithm = "{name}" to train; '
             f"set it to {rank - own + 1} or more, or the algorithm's own rank lower."
+        )
+    if traits.needs_lora and not may_let_out(federation.shared, "lora"):
+        raise SettingsError(
+            f"[federation] shared = {json.dumps(federation.shared)} lets no LoRA factor out, which algorithm = "
+            f'"{name}" averages; add "lora" to it, or set algorithm = "fedavg".'
         )
     if traits.renews_factors and training.optimizer_state != "reset":
         raise SettingsError(

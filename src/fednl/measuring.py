@@ -19,9 +19,10 @@ from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fednl.evaluation.rows import result_rows
 from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
+from fednl.federation.groups import shared_groups
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
-from fednl.federation.params import Params, shared_groups
+from fednl.federation.params import Params
 from fednl.federation.pool import Job
 from fednl.federation.wire import pack, unpack
 from fednl.origin import FILE
@@ -255,4 +256,4 @@ def _shared(run: Run, config: Config, rules: str) -> list[str]:
     if TRAINED[rules].pooled or not algorithm.traits.shares:
         return []
     params, _ = read_tensors(run.path / inside(rules, "final/params.safetensors"))
-    return shared_groups(params, algorithm.lets_out)
+    return shared_groups(algorithm, params)

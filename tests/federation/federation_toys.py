@@ -252,8 +252,9 @@ def in_parts(whole: Bench, parts: Bench, stops: Sequence[int]) -> tuple[Tampered
 
 def plain_training(problem_of: Callable[[int], Regression], training: TrainingSettings, names: Iterable[str]) -> Params:
     """The oracle of local training: one AdamW loop over all rounds, written without the library's loop."""
-    start = start_params(problem_of(1).dtype)
-    leaves = {name: torch.nn.Parameter(start[name].clone()) for name in sorted(names)}
+    names = sorted(names)
+    start = start_params(problem_of(1).dtype, lora=LORA_B in names)
+    leaves = {name: torch.nn.Parameter(start[name].clone()) for name in names}
     optimizer = torch.optim.AdamW(leaves.values(), lr=training.local_lr, weight_decay=0.0)
     done, total = 0, training.rounds * training.local_steps
     for round in range(1, training.rounds + 1):

@@ -27,7 +27,7 @@ KINDS = sorted(ALGORITHMS)
 
 def bench(path: Path, kind: str, **fields: Any) -> Bench:
     algorithm = ALGORITHMS[kind](own_settings(kind), "all")
-    return Bench(path, algorithm=algorithm, lora=algorithm.traits.averages_products, **fields)
+    return Bench(path, algorithm=algorithm, lora=algorithm.traits.needs_lora, **fields)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if ALGORITHMS[k].traits.one_client_is_local])
@@ -37,7 +37,8 @@ def test_one_client_equals_local_training_to_the_bit(kind: str, dtype: torch.dty
     transport = toy.transport()
     params = toy.run(transport)
     own = personal(params, transport.states()["cyd"])
-    expected = plain_training(lambda round: Regression("cyd", 12, round, dtype=dtype), toy.training, start_params())
+    moved = toy.algorithm.trainable(start_params(lora=toy.lora))
+    expected = plain_training(lambda round: Regression("cyd", 12, round, dtype=dtype), toy.training, moved)
     assert equal(own, expected)
 
 
@@ -124,7 +125,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "fedavgm": {"server_lr": 1.0, "momentum": 0.0},
     "fedprox": {"mu": 0.0},
     "scaffold": {"correction": 0.0},
-    "ffa-lora": {},  # the toys have no LoRA
     "fedala": {"weight_lr": 0.0},
     "ewc": {"strength": 0.0},
     "fedssi": {"strength": 0.0},
@@ -154,6 +154,19 @@ def test_at_its_neutral_settings_an_algorithm_is_fedavg_to_the_bit(
     other = result("other", ALGORITHMS[kind](ALGORITHMS[kind].Settings(**NEUTRAL[kind]), shared))
     assert equal(plain[0], other[0])
     assert equal(plain[1], other[1])
+
+
+@pytest.mark.parametrize("shared", ["all", ("memory", "lora")])
+def test_in_its_first_step_from_b_zero_ffa_lora_is_fedavg_to_the_bit_and_not_after(
+    shared: str | tuple[str, ...], tmp_path: Path
+) -> None:
+    def result(kind: str, steps: int) -> Params:
+        training = TrainingSettings(rounds=1, local_steps=steps)
+        algorithm = ALGORITHMS[kind](shared=shared)
+        return Bench(tmp_path / f"{kind}-{steps}", algorithm=algorithm, lora=True, training=training).run()
+
+    assert equal(result("ffa-lora", 1), result("fedavg", 1))
+    assert not equal(result("ffa-lora", 2), result("fedavg", 2))
 
 
 def test_shared_only_moves_what_travels_and_all_clients_end_with_the_same_rules(tmp_path: Path) -> None:

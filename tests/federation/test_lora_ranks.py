@@ -7,6 +7,7 @@ import torch
 
 from fednl.errors import SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
+from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.flexlora import FlexLora
 from fednl.federation.algorithms.scaffold import Scaffold
 from fednl.federation.exchange import CombineSettings, Exchange, check_exchange
@@ -58,6 +59,7 @@ def test_zero_components_neither_change_the_product_nor_learn() -> None:
         (Scaffold(shared="all"), [A, B, GATE], ["passkey=2"], "Scaffold sends tensors"),
         (FlexLora(shared="memory"), [GATE], [], "no pair of LoRA factors"),
         (FlexLora(shared=("gate", B)), [B, GATE], [], "no pair of LoRA factors"),
+        (FfaLora(shared="memory"), [GATE], [], 'shared = "memory" lets no LoRA factor out, of which FfaLora'),
     ],
 )
 def test_what_makes_no_sense_is_refused(algorithm: FedAvg, shared: list[str], entries: list[str], words: str) -> None:

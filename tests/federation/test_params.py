@@ -3,52 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fednl.errors import SettingsError
 from fednl.federation import params as p
-
-NAMES = [
-    "layers.3.memory.write.weight",
-    "layers.3.memory.gate.bias",
-    "layers.12.memory.projection.q_down",
-    "layers.3.q_proj.lora_A",
-    "layers.3.q_proj.lora_B",
-    "head",
-]
-
-
-def test_group_of() -> None:
-    assert [p.group_of(name) for name in NAMES] == ["write", "gate", "projection", "lora", "lora", ""]
-    assert p.group_of("layers.3.memory.projection.q.lora_A") == "projection"
-    assert p.group_of("memory.weight") == ""
-
-
-@pytest.mark.parametrize(
-    ("shared", "numbers"),
-    [
-        ("memory", [0, 1]),
-        ("theta", [0, 1, 2]),
-        ("lora", [3, 4]),
-        ("all", [0, 1, 2, 3, 4, 5]),
-        (["write", "*.lora_B"], [0, 4]),
-        (["memory", "lora"], [0, 1, 3, 4]),
-        ("layers.12.*", [2]),
-        ("head", [5]),
-        ([], []),
-        ("nothing", []),
-    ],
-)
-def test_select(shared: str | list[str], numbers: list[int]) -> None:
-    assert p.select(NAMES, shared) == sorted(NAMES[number] for number in numbers)
-    assert p.select(reversed(NAMES), shared) == p.select(NAMES, shared)
-
-
-def test_a_part_of_shared_that_matches_nothing_is_refused_by_name() -> None:
-    p.check_shared(NAMES, "theta")
-    p.check_shared(NAMES, ["write", "lora"])
-    with pytest.raises(SettingsError, match=r'shared = "gates" matches none .*gate, lora, projection, write'):
-        p.check_shared(NAMES, ["write", "gates"])
-    with pytest.raises(SettingsError, match="lora"):
-        p.check_shared(NAMES[:2], "lora")
 
 
 def test_arithmetic_gives_new_tensors() -> None:
@@ -105,23 +60,3 @@ def test_personal_puts_private_rules_in() -> None:
     state = {"private/b": torch.tensor(2.0), "optimizer/step": torch.tensor(9.0)}
     own = p.personal({"a": torch.tensor(0.0), "b": torch.tensor(1.0)}, state)
     assert p.equal(own, {"a": torch.tensor(0.0), "b": torch.tensor(2.0)})
-
-
-RULES = [f"layers.{i}.memory.{tensor}" for i in (0, 1) for tensor in ("gate.bias", "projection.k_up", "write.bias")]
-
-
-@pytest.mark.parametrize(
-    ("shared", "words"),
-    [
-        ("theta", ["write", "gate", "projection"]),
-        ("memory", ["write", "gate"]),
-        ("all", ["write", "gate", "projection"]),
-        ("gate", ["gate"]),
-        (("gate", "layers.1.*"), ["gate", "layers.1.*"]),
-        (("layers.0.*", "layers.1.*"), ["write", "gate", "projection"]),
-        (("*.projection.*",), ["projection"]),
-        ("lora", []),
-    ],
-)
-def test_what_is_shared_in_few_words(shared: str | tuple[str, ...], words: list[str]) -> None:
-    assert p.shared_groups(RULES, shared) == words

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fednl.errors import CheckpointError, SettingsError
-from fednl.federation.params import select
+from fednl.federation.groups import select
 from fednl.memory import MemoryConfig, attach_memory, load_rules, rules, save_rules
 from fednl.memory.reduced import WHOLE, factored
 from memory.models import tiny, tokens, with_memory

@@ -12,13 +12,14 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
 from fednl.federation.combine import NO_EXAMPLES, WITHHELD, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
+from fednl.federation.groups import check_shared
 from fednl.federation.ledger import Ledger
 from fednl.federation.letters import Letters, message_of, tell_sizes, told_after
 from fednl.federation.lora_combine import LoraCombiner
 from fednl.federation.lora_ranks import check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
-from fednl.federation.params import Params, check_shared, finite
+from fednl.federation.params import Params, finite
 from fednl.federation.privacy import PrivateRound, PrivateSum
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
 from fednl.federation.settings import FederationSettings, TrainingSettings
@@ -259,8 +260,7 @@ def _check_start(
 ) -> tuple[str, ...]:
     """What must hold before the first round; gives the names that travel."""
     clients = transport.clients()
-    if algorithm.traits.shares:
-        check_shared(params, algorithm.lets_out)
+    names = check_shared(algorithm, params)
     examples = transport.examples()
     if not clients or (len(examples) == len(clients) and not any(examples.values())):
         who = f"None of the {len(clients)} clients has a training example" if clients else "No client takes part"
@@ -268,7 +268,6 @@ def _check_start(
     for key, number in (("clients-per-round", settings.clients_per_round), ("quorum", settings.quorum)):
         if number > len(clients):
             raise SettingsError(f"[federation] {key} = {number}, but there are {len(clients)} clients: lower it.")
-    names = tuple(algorithm.shared(params))
     check_ranks(algorithm, {name: params[name] for name in names}, params, settings.lora_ranks, clients)
     return names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -45,14 +46,20 @@ def check_ranks(
         clients: all names; a pattern that fits none is refused, as a misspelt one would change nothing.
 
     Raises:
-        SettingsError: no pair of factors travels, or a pattern fits nobody, or the algorithm sends tensors beside
-            the rules, which ranks do not divide.
+        SettingsError: the factors that the algorithm averages do not travel, or a pattern fits nobody, or the
+            algorithm sends tensors beside the rules, which ranks do not divide.
     """
     name = type(algorithm).__name__
-    if algorithm.traits.averages_products and not pairs(shared):
+    traits, out = algorithm.traits, f"[federation] shared = {json.dumps(algorithm.lets_out)}"
+    if traits.averages_products and not pairs(shared):
         raise SettingsError(
-            f'[federation] shared = "{algorithm.lets_out}" lets no pair of LoRA factors out, of which {name} averages '
-            'the products; add "lora", or choose another algorithm.'
+            f'{out} lets no pair of LoRA factors out, of which {name} averages the products; add "lora", or choose '
+            "another algorithm."
+        )
+    if traits.needs_lora and all(rank_axis(one) is None for one in shared):
+        raise SettingsError(
+            f"{out} lets no LoRA factor out, of which {name} averages B: every client would train one of its own; add "
+            '"lora", or choose another algorithm.'
         )
     for entry in entries:
         pattern = entry.rpartition("=")[0]
@@ -64,7 +71,7 @@ def check_ranks(
     factors = [name for name in params if rank_axis(name) is not None]
     if entries and factors and not any(name in shared for name in factors):
         raise SettingsError('[federation] lora-ranks is set, but shared lets no LoRA factor out: add "lora" to it.')
-    if entries and algorithm.traits.sends_extra:
+    if entries and traits.sends_extra:
         raise SettingsError(
             f"[federation] lora-ranks is set, but {name} sends tensors of one size beside the rules; leave it out, or "
             'choose algorithm = "fedavg" or "flexlora".'

@@ -1,93 +1,17 @@
-"""Arithmetic on `Params`, and which of them travel. Nothing here modifies what it is given."""
+"""Arithmetic on `Params`. Nothing here modifies what it is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import torch
-
-from fednl.errors import SettingsError
 
 Params: TypeAlias = dict[str, torch.Tensor]
 """What is trained, by canonical name: the unit every algorithm works on."""
 
 ClientState: TypeAlias = dict[str, torch.Tensor]
 """What a client keeps between rounds and never sends: `private/NAME`, `optimizer/exp_avg/NAME`, ..."""
-
-SHARED_PRESETS: dict[str, tuple[str, ...]] = {
-    "memory": ("write", "gate"),
-    "theta": ("write", "gate", "projection", "address"),
-    "lora": ("lora",),
-    "context": ("coefficients",),
-    "all": ("*",),
-}
-"""Names for what usually travels; each stands for groups, or for the pattern that matches every name."""
-
-
-def group_of(name: str) -> str:
-    """Tells the group of a rule by its canonical name; empty for a name of neither known form.
-
-    Args:
-        name: `layers.{i}.memory.{group}.{tensor}`, `layers.{i}.{module}.lora_A` or `context.{group}`.
-    """
-    parts = name.split(".")
-    if parts[0] == "context":
-        return parts[1]
-    if "memory" in parts[:-2]:
-        return parts[parts.index("memory") + 1]
-    return "lora" if parts[-1].startswith("lora_") else ""
-
-
-def select(names: Iterable[str], shared: str | Sequence[str]) -> list[str]:
-    """Lists, sorted, the names that a `shared` setting lets out.
-
-    Args:
-        names: canonical names.
-        shared: a preset, a group, a shell-style pattern of names, or a list of these, perhaps empty.
-    """
-    entries = _entries(shared)
-    return sorted(name for name in names if any(_matches(name, entry) for entry in entries))
-
-
-def check_shared(names: Iterable[str], shared: str | Sequence[str]) -> None:
-    """Refuses a `shared` setting of which a part matches nothing, as a misspelt group would share too little.
-
-    Args:
-        names: the canonical names there are.
-        shared: as in `select`.
-
-    Raises:
-        SettingsError: a preset, group or pattern matches none of the names.
-    """
-    names = list(names)
-    for entry in [shared] if isinstance(shared, str) else shared:
-        if not select(names, entry):
-            groups = ", ".join(sorted({group_of(name) for name in names} - {""})) or "none"
-            raise SettingsError(
-                f'[federation] shared = "{entry}" matches none of the rules (groups here: {groups}): '
-                f"name a group, a preset ({', '.join(SHARED_PRESETS)}) or a pattern of names."
-            )
-
-
-def shared_groups(names: Iterable[str], shared: str | Sequence[str]) -> list[str]:
-    """Says in few words what a `shared` setting lets out: the groups that travel whole, then patterns for the rest.
-
-    Args:
-        names: the canonical names there are.
-        shared: as in `select`.
-    """
-    names = list(names)
-    travels = set(select(names, shared))
-    known = [*SHARED_PRESETS["theta"], *sorted({group_of(name) for name in names} - {""})]
-    whole = []
-    for group in dict.fromkeys(known):
-        members = {name for name in names if group_of(name) == group}
-        if members and members <= travels:
-            whole.append(group)
-    rest = [name for name in travels if group_of(name) not in whole]
-    return whole + [entry for entry in _entries(shared) if any(_matches(name, entry) for name in rest)]
 
 
 def weighted_mean(items: Iterable[tuple[Params, float]]) -> Params:
@@ -207,15 +131,6 @@ def kept(state: ClientState, prefix: str) -> Params:
         prefix: `"private"` or `"given"`.
     """
     return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
-
-
-def _entries(shared: str | Sequence[str]) -> list[str]:
-    listed = [shared] if isinstance(shared, str) else shared
-    return [part for entry in listed for part in SHARED_PRESETS.get(entry, (entry,))]
-
-
-def _matches(name: str, entry: str) -> bool:
-    return group_of(name) == entry or fnmatchcase(name, entry)
 
 
 def _same_names(left: Params, right: Params) -> Iterable[str]:

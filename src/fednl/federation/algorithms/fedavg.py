@@ -61,7 +61,7 @@ class FedAvg:
         Args:
             names: canonical names of all that is trained.
         """
-        from fednl.federation.params import select
+        from fednl.federation.groups import select
 
         names = list(names)
         given = set(self.given(names))

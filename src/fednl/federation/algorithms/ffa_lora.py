@@ -14,7 +14,7 @@ class FfaLora(FedAvg):
     With A and B both averaged, the mean of the products is not the product of the means. A is the one drawn
     from the run's seed, the same on every client, and never travels: LoRA's bytes halve where A and B are of one
     size. Rules that are no LoRA factor are trained and shared as FedAvg does. Without a LoRA nothing would differ from
-    FedAvg, so settings with `lora.rank = 0` are refused; name "lora" in `federation.shared` for B to be averaged.
+    FedAvg, so settings with `lora.rank = 0`, or whose `shared` lets no B out, are refused.
 
     Source: Sun et al. 2024 (arXiv 2403.12313), section 3.
     """
