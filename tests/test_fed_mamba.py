@@ -12,7 +12,7 @@ import fednl
 from fednl.client import Bench
 from fednl.config import Config, load_config
 from fednl.errors import BackboneError
-from fednl.federation.algorithms import ALGORITHMS, PRESETS
+from fednl.federation.algorithms import PRESETS
 from fednl.federation.checkpoint import read_tensors
 from fednl.models.lora import lora_params
 from fednl.models.recurrent import RecurrentCache
@@ -40,10 +40,10 @@ def fed_mamba(folder: Path) -> Config:
     return settings(
         folder,
         data={"tokens": 430, "clients": 2, "train": 2, "validation": 1, "test": 1, "events": 2},
-        memory={"layers": "none", "window-tokens": 0},
-        lora={"rank": 2, "targets": "in_proj,x_proj"},
+        memory=PRESETS["fed-mamba"]["memory"],  # the tiny run's own would win over the preset's
+        lora={"rank": 2},
         training={"rounds": 2, "local-steps": 1},
-        federation={"shared": PRESETS["fed-mamba"]["shared"], "algorithm": PRESETS["fed-mamba"]["algorithm"]},
+        federation={"preset": "fed-mamba"},
         evaluation={"arms": ["full-attention", "federated"]},
     )
 
@@ -99,7 +99,7 @@ def test_memory_on_mamba_is_refused_by_name(mamba: Path) -> None:
 
 
 def test_the_shipped_settings_are_the_preset() -> None:
-    config, preset = load_config("configs/fed-mamba.toml"), PRESETS["fed-mamba"]
-    assert (config.federation.algorithm, config.federation.shared) == (preset["algorithm"], preset["shared"])
-    assert config.memory.is_absent and config.lora.rank > 0
-    assert preset["algorithm"] in ALGORITHMS
+    told = load_config("configs/fed-mamba.toml").to_dict()
+    assert PRESETS["fed-mamba"]["federation"].items() <= {**told["federation"], "adapters": "lora"}.items()
+    assert PRESETS["fed-mamba"]["memory"].items() <= told["memory"].items()
+    assert told["lora"]["targets"] == PRESETS["fed-mamba"]["lora"]["targets"] and told["lora"]["rank"] > 0

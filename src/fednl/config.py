@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_lora import check_adapters, check_demonstrated, check_lora
-from fednl.config_text import parse_override, read_toml, toml_value
+from fednl.config_preset import expanded, parsed
+from fednl.config_text import read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
 from fednl.data.tasks import TASKS, check_uneven, task_settings
@@ -107,6 +108,7 @@ class Config(Section):
         names = {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)}
         others = {key: (section, names[key]) for key, (section, _) in _OWN.items()}
         check = Checker(where, frozenset(overridden), others)
+        table = expanded(table, check)
         sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
         own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
         kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
@@ -153,10 +155,11 @@ class Config(Section):
         Raises:
             SettingsError: there is no such algorithm.
         """
-        from fednl.federation.algorithms import ALGORITHMS
+        from fednl.federation.algorithms import ALGORITHMS, PRESETS
 
         if name not in ALGORITHMS:
-            hint = hint_for(name, sorted(ALGORITHMS), "algorithms")
+            preset = f'it is a preset: write preset = "{name}" instead.' if name in PRESETS else ""
+            hint = preset or hint_for(name, sorted(ALGORITHMS), "algorithms")
             raise SettingsError(f'{place}[federation] algorithm = "{name}" is unknown; {hint}')
         kind: type[BaseModel] = ALGORITHMS[name].Settings
         return kind
@@ -224,7 +227,7 @@ class Config(Section):
             SettingsError: an override is not readable, or its key or value is wrong.
         """
         table = self.to_dict()
-        after = {(section, key): value for section, key, value in map(parse_override, overrides)}
+        after = {(section, key): value for section, key, value in parsed(overrides)}
         for key, (section, _) in _OWN.items():
             name = table[section][key]
             if after.get((section, key), name) != name:
@@ -261,8 +264,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> Config:
     overridden = []
-    for override in overrides:
-        section, key, value = parse_override(override)
+    for section, key, value in parsed(overrides):
         keys = table.setdefault(section, {})
         if not isinstance(keys, dict):
             raise SettingsError(f"{where}: {section} must be a section: write [{section}] above its keys.")

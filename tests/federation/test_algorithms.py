@@ -12,7 +12,7 @@ import torch
 from federation_toys import GATE, WRITE, Bench, Regression, own_settings, plain_training, start_params
 
 from fednl.federation import record
-from fednl.federation.algorithms import ALGORITHMS, PRESETS
+from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.algorithms.fedadam import FedAdam, FedAdamSettings
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedavgm import FedAvgM, FedAvgMSettings
@@ -286,11 +286,6 @@ def test_with_a_large_tau_an_adaptive_server_is_a_damped_fedavg(kind: type[FedAd
 def test_an_algorithm_takes_its_own_settings_only() -> None:
     with pytest.raises(TypeError, match="FedAvgMSettings"):
         FedAvgM(FedAdamSettings())
-
-
-def test_presets_name_what_exists() -> None:
-    for preset in PRESETS.values():
-        assert preset["algorithm"] in ALGORITHMS
 
 
 def test_replies_are_frozen() -> None:

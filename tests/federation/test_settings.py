@@ -65,7 +65,7 @@ def test_what_a_settings_file_needs_imports_no_torch() -> None:
         "import sys, fednl.federation, fednl.federation.settings as s, fednl.federation.pool;"
         "from fednl.federation.algorithms import ALGORITHMS, PRESETS;"
         "[kind.Settings() for kind in ALGORITHMS.values()];"
-        "assert set(PRESETS['fednl']) == {'adapter', 'algorithm', 'shared'};"
+        "assert set(PRESETS['fednl']['federation']) == {'adapters', 'algorithm', 'shared'};"
         "assert s.FederationSettings().algorithm in ALGORITHMS;"
         "sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     )

@@ -51,6 +51,9 @@ Adapter = Literal["memory", "lora", "context-vectors"]
 class FederationSettings(Section):
     """Who is asked in a round, what travels, and when a round counts.
 
+    The key `preset`, which is replaced when settings are read, stands for the settings of a published method, a name in
+    `fednl.federation.algorithms.PRESETS`; settings beside it win.
+
     Args:
         adapters: what is trained: `"memory"`, `"lora"`, `"context-vectors"`, or a list of these; with memory a LoRA
             whose `[lora] rank` is not 0 is trained too.

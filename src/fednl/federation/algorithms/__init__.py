@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fednl.federation.algorithms.ewc import Ewc
 from fednl.federation.algorithms.fedadam import FedAdam
 from fednl.federation.algorithms.fedala import FedAla
@@ -74,12 +76,17 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
 }
 """The algorithms by the name that `[federation] algorithm` takes."""
 
-# Methods of the paper are combinations: what is trained, how it is merged, what is shared.
-PRESETS: dict[str, dict[str, str]] = {
-    "fednl": {"adapter": "memory", "algorithm": "fedavg", "shared": "theta"},
-    "ifed-icl": {"adapter": "context-vectors", "algorithm": "ifed-icl", "shared": "context"},
-    "fedavg-lora": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},
+# Methods of the papers are combinations: what is trained, how it is merged, what is shared.
+_LORA = {"federation": {"adapters": "lora", "algorithm": "fedavg", "shared": "lora"}, "lora": {"rank": 8}}
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fednl": {"federation": {"adapters": "memory", "algorithm": "fedavg", "shared": "theta"}},
+    "ifed-icl": {"federation": {"adapters": "context-vectors", "algorithm": "ifed-icl", "shared": "context"}},
+    "fedavg-lora": _LORA,
     # The same on a Mamba backbone, which needs no memory of ours: configs/fed-mamba.toml.
-    "fed-mamba": {"adapter": "lora", "algorithm": "fedavg", "shared": "lora"},
+    "fed-mamba": {
+        "federation": _LORA["federation"],
+        "lora": {**_LORA["lora"], "targets": "in_proj,x_proj"},
+        "memory": {"layers": "none", "window-tokens": 0},
+    },
 }
-"""Named combinations of adapter, algorithm and what is shared."""
+"""Settings by the name that `[federation] preset` takes: section to (key to value)."""
