@@ -188,9 +188,16 @@ def test_settings_that_do_not_add_up_are_refused_before_anything_is_loaded(backb
         stream(backbone, tasks={**TASKS, "rounds-per-task": 2})
     with pytest.raises(SettingsError, match="name each task once"):
         stream(backbone, tasks={"order": ["passkey", "passkey"]})
-    public = stream(backbone, data={**SIZES, "task": "public"})
-    with pytest.raises(SettingsError, match=r'data.task = "public" has no kinds of data for tasks.order'):
-        Bench(public)
+    for data, tasks, words in (
+        ({"task": "public"}, TASKS, r'\[tasks\] order is set, but data.task = "public" has no kinds of data for it'),
+        ({}, {"order": ["passkey", "nonsense"]}, r'order names "nonsense", which is no kind .*choose from passkey, '),
+        ({"dirichlet-alpha": 0.5}, TASKS, r"dirichlet-alpha = 0.5 mixes kinds, and \[tasks\] order parts them"),
+        ({}, {"rotate": True}, r"settings: \[tasks\] rotate = true, but there is no stream without an order"),
+        ({}, {"rounds-per-task": 3}, r"\[tasks\] rounds-per-task = 3, but .* leave rounds-per-task out"),
+    ):
+        rounds = {"rounds": len(tasks.get("order", [1]))}
+        with pytest.raises(SettingsError, match=words):
+            stream(backbone, data={**SIZES, **data}, tasks=tasks, training={**rounds, "local-steps": 2})
 
 
 def test_nothing_is_measured_without_a_stream(backbone: Path, tmp_path: Path) -> None:

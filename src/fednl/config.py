@@ -16,12 +16,13 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_idle import check_idle
 from fednl.config_lora import check_adapters, check_demonstrated, check_lora
 from fednl.config_preset import expanded, parsed
 from fednl.config_text import read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
-from fednl.data.tasks import TASKS, check_uneven, task_settings
+from fednl.data.tasks import TASKS, check_stream, check_uneven, task_settings
 from fednl.errors import SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
@@ -130,10 +131,12 @@ class Config(Section):
         algorithm = ALGORITHMS[own["algorithm"]](config.method_settings, config.federation.shared)
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
-            check_uneven(config.data)
+            check_uneven(config.data, bool(config.tasks.order))
+            check_stream(config.tasks, config.data)
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
+            check_idle(config.federation, config.exchange, algorithm.traits)
             check_prefix(config.prefix, config.memory, config.lora.rank)
             if config.tasks.order and config.privacy.mode == "central" and config.federation.clients_per_round:
                 raise SettingsError(

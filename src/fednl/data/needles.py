@@ -96,26 +96,17 @@ def build_stream(
         window_tokens: the attention window (`memory.window-tokens`), 0 for full attention.
         answer: as for `build`.
         seed: the run's seed.
-        tasks: the `[tasks]` section, with an order.
+        tasks: the `[tasks]` section, with an order that `fednl.data.tasks.check_stream` has passed.
 
     Raises:
-        SettingsError: as `build`, or the order names what is no kind of needle.
+        SettingsError: as `build`.
         DataError: as `build`.
     """
-    for kind in tasks.order:
-        if kind not in CLIENTS:
-            raise SettingsError(f'tasks.order names "{kind}", which is no kind of needle: choose from {_KINDS}.')
-    if settings.dirichlet_alpha:
-        raise SettingsError(
-            f"data.dirichlet-alpha = {settings.dirichlet_alpha:g} mixes kinds and tasks.order parts them: set one of "
-            "the two."
-        )
     stream = Stream(tasks, tuple(_numbered(settings)))
     plan = _plan(settings, {name: stream.tasks_of(name) for name in stream.clients}, seed)
     return _build(settings, tokenizer, window_tokens, answer, seed, plan)
 
 
-_KINDS = ", ".join(CLIENTS)
 _Plan = dict[str, dict[str, dict[str, int]]]
 """client -> kind, in its order -> split -> number of examples."""
 

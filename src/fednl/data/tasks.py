@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from fednl.data.settings import DataSettings
+    from fednl.data.stream import TasksSettings
 
-# Tasks whose data come in kinds that a stream can order.
-STREAMS = {"needles": "fednl.data.needles:build_stream"}
+# Tasks whose data come in kinds that a stream can order: what builds one, and the kinds.
+STREAMS = {"needles": ("fednl.data.needles:build_stream", "fednl.data.needle_clients:CLIENTS")}
 
 # What of `[data]` makes examples unlike, and what each task has of it: the key itself, or another of its own.
 UNEVEN: dict[str, dict[str, str]] = {
@@ -81,11 +83,44 @@ def stream_task(name: str) -> Build:
     """
     if name not in STREAMS:
         raise SettingsError(
-            f'data.task = "{name}" has no kinds of data for tasks.order: leave [tasks] out, or set data.task to '
-            f"{' or '.join(sorted(STREAMS))}."
+            f'[tasks] order is set, but data.task = "{name}" has no kinds of data for it: leave [tasks] out, or set '
+            f"data.task to {' or '.join(sorted(STREAMS))}."
         )
-    found: Build = _load(STREAMS[name])
+    found: Build = _load(STREAMS[name][0])
     return found
+
+
+def check_stream(tasks: TasksSettings, data: DataSettings) -> None:
+    """Refuses a stream of what the task has no kinds of, and settings of a stream where there is none.
+
+    Args:
+        tasks: the `[tasks]` section.
+        data: the `[data]` section.
+
+    Raises:
+        SettingsError: the task has no kinds, the order names another, clients hold several at once, or there is no
+            order that the other keys could be about.
+    """
+    if not tasks.order:
+        for key, value in tasks.model_dump(by_alias=True, exclude_defaults=True).items():
+            raise SettingsError(
+                f"[tasks] {key} = {json.dumps(value)}, but there is no stream without an order: set order, or leave "
+                f"{key} out."
+            )
+        return
+    stream_task(data.task)
+    kinds = _load(STREAMS[data.task][1])
+    for kind in tasks.order:
+        if kind not in kinds:
+            raise SettingsError(
+                f'[tasks] order names "{kind}", which is no kind of data of data.task = "{data.task}": choose from '
+                f"{', '.join(kinds)}."
+            )
+    if data.dirichlet_alpha:
+        raise SettingsError(
+            f"[data] dirichlet-alpha = {data.dirichlet_alpha:g} mixes kinds, and [tasks] order parts them: set "
+            "dirichlet-alpha = 0, or leave order out."
+        )
 
 
 def not_read(name: str) -> dict[str, float]:
@@ -97,14 +132,16 @@ def not_read(name: str) -> dict[str, float]:
     return {key: even for key, even in _EVEN.items() if UNEVEN.get(name, {}).get(key) != f"data.{key}"}
 
 
-def check_uneven(data: DataSettings) -> None:
+def check_uneven(data: DataSettings, streams: bool = False) -> None:
     """Refuses what would make examples unlike, but not in this task, and that tables would name all the same.
 
     Args:
         data: the `[data]` section.
+        streams: whether clients hold kinds one after the other.
 
     Raises:
-        SettingsError: a key is set that the task does not read, or the shortest prompt is longer than the others.
+        SettingsError: a key is set that the task does not read, the shortest prompt is longer than the others, or the
+            only client's only kind would be the largest and the smallest.
     """
     if data.shortest > data.tokens:
         raise SettingsError(
@@ -120,6 +157,12 @@ def check_uneven(data: DataSettings) -> None:
                 f'[data] {key} = {value:g}, but data.task = "{data.task}" does not read it: {remedy}, or set task to '
                 f"{' or '.join(one for one, keys in UNEVEN.items() if keys.get(key) == f'data.{key}')}."
             )
+    one_kind = data.task in STREAMS and data.clients == 1 and not data.dirichlet_alpha and not streams
+    if one_kind and data.imbalance > 1:
+        raise SettingsError(
+            f"[data] imbalance = {data.imbalance:g}, but the one client of clients = 1 holds one kind of data: leave "
+            "imbalance out, or set clients to 2 or more."
+        )
 
 
 def _entry(name: str) -> tuple[str, ...]:
