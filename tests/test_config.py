@@ -146,6 +146,19 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         ('[federation]\nlora-ranks = ["a=0"]\n', ["lora-ranks", "at least 1"]),
         ('[federation]\nalgorithm = "fedprox"\n[fedprox]\nmu = -1.0\n', ["[fedprox] mu = -1.0", "equal to 0"]),
         ('[federation]\nalgorithm = "fedssi"\n[fedssi]\nlocality = 0.0\n', ["locality = 0.0", "greater than 0"]),
+        (
+            '[federation]\nalgorithm = "fedssi"\n[fedssi]\nlocality = 0.01\nsurrogate-lr = 0.1\n',
+            ["[fedssi] surrogate-lr = 0.1", "= 49.5 is 2 or more", "set surrogate-lr below 0.0404", "locality = 0.01."],
+        ),
+        ('[federation]\nalgorithm = "fedadam"\n[fedadam]\nbetas = [0.9]\n', ["betas = [0.9]: write 2 values, not 1."]),
+        ('[federation]\nalgorithm = "fedyogi"\n[fedyogi]\nbetas = [0.9, 0.9, 0.9]\n', ["write 2 values, not 3."]),
+        ('[federation]\nshared = ["projecton"]\n', ['"projecton" is neither', 'did you mean "projection"?']),
+        ('[federation]\nshared = "w"\n', ["neither a preset, a group nor a pattern; these are memory, theta, lora"]),
+        ("[federation]\nquorum = 9\n", ["quorum = 9, but 7 clients train", "lower quorum."]),
+        (
+            '[federation]\nclients-per-round = 3\n[data]\nclients = 3\nhold-out-clients = ["passkey"]\n',
+            ["clients-per-round = 3, but 2 clients train"],
+        ),
         ("[fedavgm]\nmomentum = 0.5\n", ["[fedavgm]", 'algorithm = "fedavgm"']),
         ('[federation]\nalgorithm = "fedavgm"\n[fedavgm]\nmomentm = 0.5\n', ['did you mean "momentum"?']),
         (

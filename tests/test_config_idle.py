@@ -41,7 +41,7 @@ UNIFORM = {"combine": {"weights": "uniform"}}
 )
 def test_what_would_do_nothing_is_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        Config.from_dict(table, "mine.toml")
+        Config.from_dict(table, "mine.toml").check_training("mine.toml")
     assert str(caught.value).startswith("mine.toml: [") and words in str(caught.value)
 
 

@@ -17,12 +17,12 @@ from pydantic import BaseModel, Field
 
 from fednl.config_check import Checker, hint_for, keys_of
 from fednl.config_idle import check_idle
-from fednl.config_lora import check_adapters, check_demonstrated, check_lora
+from fednl.config_lora import check_adapters, check_asked, check_demonstrated, check_lora
 from fednl.config_preset import expanded, parsed
 from fednl.config_text import read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
-from fednl.data.tasks import TASKS, check_stream, check_uneven, task_settings
+from fednl.data.tasks import TASKS, check_kinds, check_stream, check_uneven, task_settings
 from fednl.errors import SettingsError
 from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.settings import EvaluationSettings
@@ -131,7 +131,7 @@ class Config(Section):
         algorithm = ALGORITHMS[own["algorithm"]](config.method_settings, config.federation.shared)
         arm_rank = config.lora.rank or DEFAULT_LORA_RANK if "federated-lora" in config.evaluation.arms else 0
         try:
-            check_uneven(config.data, bool(config.tasks.order))
+            check_uneven(config.data)
             check_stream(config.tasks, config.data)
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.lora.rank, arm_rank)
@@ -192,11 +192,13 @@ class Config(Section):
             where: what an error names as the place.
 
         Raises:
-            SettingsError: the algorithm cannot train on the task.
+            SettingsError: the algorithm cannot train on the task, or more clients are wanted than train.
         """
         from fednl.federation.algorithms import ALGORITHMS
 
         try:
+            check_kinds(self.data, bool(self.tasks.order))
+            check_asked(self.federation, self.data.clients - len(set(self.data.hold_out_clients)))
             check_demonstrated(self.federation, self.data.task, ALGORITHMS[self.federation.algorithm].traits)
         except SettingsError as error:
             raise SettingsError(f"{where}: {error}") from None

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -61,15 +61,18 @@ class Checker:
         try:
             return kind.model_validate_json(json.dumps(dict(content), default=str))
         except ValidationError as error:
-            raise SettingsError(self._sentence(name, error)) from None
+            raise SettingsError(self._sentence(name, kind, error)) from None
 
-    def _sentence(self, section: str, error: ValidationError) -> str:
+    def _sentence(self, section: str, kind: Any, error: ValidationError) -> str:
         first = error.errors(include_url=False)[0]
         reason = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
         reason = reason.removeprefix("Input ").rstrip(".")
         if not first["loc"]:
             return f"{self.where}: [{section}] {reason}."
         key, value = str(first["loc"][0]), first["input"]
+        if first["type"] in ("missing", "too_long") and (wanted := _length(kind, key)):
+            value = list(value)
+            reason = f"write {wanted} values, not {len(value)}"
         allowed = re.findall(r"'([^']*)'", str(first.get("ctx", {}).get("expected", "")))
         close = difflib.get_close_matches(str(value), allowed, n=1)
         end = f'; did you mean "{close[0]}"?' if close else "."
@@ -93,6 +96,13 @@ class Checker:
 def keys_of(kind: Any) -> list[str]:
     """Lists the keys of a section's class, in kebab-case."""
     return [field.alias or name for name, field in kind.model_fields.items()]
+
+
+def _length(kind: Any, key: str) -> int:
+    """How many values a key takes that takes a fixed number of them; 0 for others."""
+    annotation = next(field.annotation for name, field in kind.model_fields.items() if key in (name, field.alias))
+    parts = get_args(annotation)
+    return len(parts) if get_origin(annotation) is tuple and Ellipsis not in parts else 0
 
 
 def hint_for(word: str, known: Sequence[str], what: str, elsewhere: str = "") -> str:

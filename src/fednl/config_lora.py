@@ -39,6 +39,24 @@ def check_adapters(federation: FederationSettings, rank: int, traits: Traits) ->
         )
 
 
+def check_asked(federation: FederationSettings, clients: int) -> None:
+    """Checks that no more clients are wanted in a round than train.
+
+    Args:
+        federation: the `[federation]` section.
+        clients: how many train, those held out not among them.
+
+    Raises:
+        SettingsError: `clients-per-round` or `quorum` is above that.
+    """
+    for key, number in (("clients-per-round", federation.clients_per_round), ("quorum", federation.quorum)):
+        if number > clients:
+            raise SettingsError(
+                f"[federation] {key} = {number}, but {clients} clients train ([data] clients, without those in "
+                f"hold-out-clients): lower {key}."
+            )
+
+
 def check_demonstrated(federation: FederationSettings, task: str, traits: Traits) -> None:
     """Checks that context vectors can be read off the task's examples; to answer with them, any task does.
 

@@ -132,16 +132,14 @@ def not_read(name: str) -> dict[str, float]:
     return {key: even for key, even in _EVEN.items() if UNEVEN.get(name, {}).get(key) != f"data.{key}"}
 
 
-def check_uneven(data: DataSettings, streams: bool = False) -> None:
+def check_uneven(data: DataSettings) -> None:
     """Refuses what would make examples unlike, but not in this task, and that tables would name all the same.
 
     Args:
         data: the `[data]` section.
-        streams: whether clients hold kinds one after the other.
 
     Raises:
-        SettingsError: a key is set that the task does not read, the shortest prompt is longer than the others, or the
-            only client's only kind would be the largest and the smallest.
+        SettingsError: a key is set that the task does not read, or the shortest prompt is longer than the others.
     """
     if data.shortest > data.tokens:
         raise SettingsError(
@@ -157,8 +155,20 @@ def check_uneven(data: DataSettings, streams: bool = False) -> None:
                 f'[data] {key} = {value:g}, but data.task = "{data.task}" does not read it: {remedy}, or set task to '
                 f"{' or '.join(one for one, keys in UNEVEN.items() if keys.get(key) == f'data.{key}')}."
             )
-    one_kind = data.task in STREAMS and data.clients == 1 and not data.dirichlet_alpha and not streams
-    if one_kind and data.imbalance > 1:
+
+
+def check_kinds(data: DataSettings, streams: bool) -> None:
+    """Refuses a long tail over one kind of data, which would be its own largest and smallest.
+
+    Args:
+        data: the `[data]` section, as clients train on it.
+        streams: whether clients hold kinds one after the other.
+
+    Raises:
+        SettingsError: `imbalance` is above 1, and there is one client, who holds one kind.
+    """
+    clients_are_kinds = data.task in STREAMS and not data.dirichlet_alpha and not streams
+    if data.imbalance > 1 and data.clients == 1 and clients_are_kinds:
         raise SettingsError(
             f"[data] imbalance = {data.imbalance:g}, but the one client of clients = 1 holds one kind of data: leave "
             "imbalance out, or set clients to 2 or more."

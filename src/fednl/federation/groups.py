@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -20,6 +21,10 @@ SHARED_PRESETS: dict[str, tuple[str, ...]] = {
     "all": ("*",),
 }
 """Names for what usually travels; each stands for groups, or for the pattern that matches every name."""
+
+
+GROUPS = ("write", "gate", "projection", "address", "lora", "coefficients", "vectors")
+"""The groups that rules of any adapter are in."""
 
 
 def group_of(name: str) -> str:
@@ -45,6 +50,23 @@ def select(names: Iterable[str], shared: str | Sequence[str]) -> list[str]:
     """
     entries = _entries(shared)
     return sorted(name for name in names if any(_matches(name, entry) for entry in entries))
+
+
+def check_words(shared: str | Sequence[str]) -> None:
+    """Refuses, where names are not known yet, an entry that could match none: a word, and neither preset nor group.
+
+    Args:
+        shared: as in `select`.
+
+    Raises:
+        ValueError: says which words there are.
+    """
+    known = list(dict.fromkeys([*SHARED_PRESETS, *GROUPS]))
+    for word in [shared] if isinstance(shared, str) else shared:
+        if word.isidentifier() and word not in known:
+            close = difflib.get_close_matches(word, known, n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"these are {', '.join(known)}."
+            raise ValueError(f'"{word}" is neither a preset, a group nor a pattern; {hint}')
 
 
 def may_let_out(shared: str | Sequence[str], group: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from fednl.federation.groups import check_words
 from fednl.section import Section
 
 PACES = {"minutes": (600.0, 1800.0), "hours": (4 * 3600.0, 3600.0), "days": (3 * 86400.0, 4 * 3600.0)}
@@ -120,6 +121,7 @@ class FederationSettings(Section):
         entries = (value,) if isinstance(value, str) else value
         if not all(entries) or not entries:
             raise ValueError('name a preset ("memory", "theta", "lora", "all"), or list groups or patterns')
+        check_words(entries)
         return value
 
     @field_validator("lora_ranks")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from fednl.federation.algorithms.consolidation import Consolidation
 from fednl.federation.algorithms.fedavg import Traits
@@ -27,8 +27,8 @@ class FedSsiSettings(Section):
         locality: the paper's lambda, above 0 and at most 1: at 1 the surrogate follows the client's data alone,
             towards 0 it is glued to the server's rules. Should be higher the more clients differ.
         surrogate_steps: gradient steps of the surrogate at a task's end, at least 1.
-        surrogate_lr: their size, above 0; times (1 - locality) / (2 locality) it should stay well below 2, as
-            the surrogate diverges otherwise.
+        surrogate_lr: their size, above 0; times (1 - locality) / (2 locality), the pull towards the round's rules, it
+            must be below 2, and should be well below, as the surrogate diverges otherwise.
         xi: added to the squared distance that importance is divided by, above 0.
     """
 
@@ -37,6 +37,22 @@ class FedSsiSettings(Section):
     surrogate_steps: int = Field(default=8, ge=1)
     surrogate_lr: float = Field(default=1e-2, gt=0, allow_inf_nan=False)
     xi: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+
+    @property
+    def surrogate_pull(self) -> float:
+        """The paper's q: how strongly the surrogate is pulled towards the rules that the round began with."""
+        return (1 - self.locality) / (2 * self.locality)
+
+    @model_validator(mode="after")
+    def _the_surrogate_converges(self) -> Self:
+        pull = self.surrogate_pull
+        if self.surrogate_lr * pull >= 2:
+            raise ValueError(
+                f"surrogate-lr = {self.surrogate_lr:g} times (1 - locality) / (2 locality) = {pull:.4g} is 2 or more, "
+                f"so that the surrogate would diverge: set surrogate-lr below {2 / pull:.3g}, or raise "
+                f"locality = {self.locality:g}"
+            )
+        return self
 
 
 class FedSsi(Consolidation):
@@ -87,7 +103,7 @@ class FedSsi(Consolidation):
         from fednl.federation.params import value_and_gradient
 
         settings, moved = self.settings, self.trainable(params)
-        q = (1 - settings.locality) / (2 * settings.locality)
+        q = settings.surrogate_pull
         start = {name: state[f"start/{name}"] for name in moved}
         surrogate, path = dict(start), {name: start[name] * 0 for name in moved}
         for batch in problem.batches("surrogate", settings.surrogate_steps):
