@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fednl.config import Config as Config
     from fednl.config import load_config as load_config
     from fednl.errors import FednlError as FednlError
+    from fednl.loading import load as load
     from fednl.memory import MemoryCache as MemoryCache
     from fednl.memory import MemoryConfig as MemoryConfig
     from fednl.memory import attach_memory as attach_memory
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from fednl.memory import load_rules as load_rules
     from fednl.memory import rules as rules
     from fednl.memory import save_rules as save_rules
-    from fednl.models.loading import load as load
     from fednl.runs import Run as Run
     from fednl.training import train as train
 
@@ -40,7 +40,7 @@ _FILE_OF = {
     "delta_rule": "memory",
     "delta_rule_reference": "memory",
     "detach_memory": "memory",
-    "load": "models.loading",
+    "load": "loading",
     "load_config": "config",
     "load_rules": "memory",
     "rules": "memory",

@@ -9,8 +9,8 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from fednl.errors import SettingsError
+from fednl.loading import load
 from fednl.memory import closed
-from fednl.models.loading import load
 
 _PASSED_ON = (
     "add_bos_token",
@@ -37,6 +37,7 @@ class FednlLM(HFLM):  # type: ignore[misc]  # the harness is taken as Any
         run: a run's folder, or a folder of rules.
         memory: `"open"`, or `"closed"` to multiply every gate by 0.
         device: where the model goes; None is where the run's settings put it.
+        client: whose rules of the run, as for `fednl.load`; empty for the shared ones.
         more: what `hf` too knows about asking: `batch_size`, `max_length` and the like. The precision and the backbone
             are the run's own.
 
@@ -47,17 +48,19 @@ class FednlLM(HFLM):  # type: ignore[misc]  # the harness is taken as Any
     Source: arguments and request handling of lm-evaluation-harness 0.4.13.
     """
 
-    def __init__(self, run: str = "", memory: str = "open", device: str | None = None, **more: Any) -> None:
+    def __init__(
+        self, run: str = "", memory: str = "open", device: str | None = None, client: str = "", **more: Any
+    ) -> None:
         if not run:
             raise SettingsError("the model fednl needs a run: give --model_args run=RUN.")
         if memory not in ("open", "closed"):
             raise SettingsError(f'--model_args memory={memory}: it must be "open" or "closed".')
         if unknown := sorted(set(more) - set(_PASSED_ON)):
             raise SettingsError(
-                f"--model_args {unknown[0]} is not known to the model fednl; it takes run, memory, device, "
+                f"--model_args {unknown[0]} is not known to the model fednl; it takes run, memory, device, client, "
                 f"{', '.join(_PASSED_ON)}."
             )
-        model, tokenizer = load(Path(run))
+        model, tokenizer = load(Path(run), client=client)
         if device:
             model.to(device)
         self._within = ExitStack()

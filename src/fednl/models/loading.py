@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from fednl.models.settings import BackboneSettings, ContextVectorSettings, LoraS
 from fednl.runs import Run
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -26,20 +28,39 @@ _SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
 """The adapters beside memory, with their words in a message and their settings."""
 
 
-def load(
-    path: str | Path, *, backbone: BackboneSettings | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the backbone and puts trained rules onto it, ready for `model.generate()`.
+def place_of(path: str | Path) -> tuple[Run | None, Path]:
+    """Gives the run that a folder is or belongs to, None where it belongs to none, and the folder of its rules.
 
-    A run's rules are the shared ones. What single clients keep to themselves (rules that do not travel, FedALA's
-    mixtures, FedWeIT's parts of each task) is in the checkpoints and not in `final/`: where rules do not travel, those
-    of the start stand there.
+    Args:
+        path: a run's folder, or a folder of rules.
+
+    Raises:
+        SettingsError: there is no such folder, or the run has no rules yet.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SettingsError(f"there is no folder {path}: name a run's folder, or a folder of saved rules.")
+    if (path / "config.json").exists() and not (path / DESCRIPTION).exists():
+        run, folder = Run.open(path), path / "final"
+        if not (folder / TENSORS).exists():
+            raise SettingsError(f"{path} has no finished rules: run `fednl train --resume {path}` first.")
+        return run, folder
+    if path.name in ("final", "best") and (path.parent / "partition.json").exists():
+        return Run.open(path.parent), path
+    return None, path
+
+
+def load(
+    path: str | Path, *, backbone: BackboneSettings | None = None, instead: Mapping[str, Tensor] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads the backbone and puts rules onto it as they stand in a folder; `fednl.load` knows what clients keep.
 
     Args:
         path: a run's folder (its `final/` rules are taken), or a folder of rules such as a run's `best/` or
             what `fednl.save_rules` wrote.
         backbone: which backbone, where and in which precision; None is the run's own, or the one that the
             rules name.
+        instead: rules by name, of the shapes there, that take the place of those in the folder.
 
     Returns:
         The model, in evaluation mode with its adapters attached, and the tokenizer.
@@ -48,25 +69,14 @@ def load(
         SettingsError: the folder is neither a run nor rules, the run has no rules yet, or the backbone is not there.
         BackboneError: the rules belong to another backbone.
         CheckpointError: the rules are damaged or do not fit.
-
-    Example:
-        `model, tokenizer = fednl.load("runs/demo")`
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise SettingsError(f"there is no folder {path}: name a run's folder, or a folder of saved rules.")
-    settings: dict[str, Any] = {}
-    folder = path
-    if (path / "config.json").exists() and not (path / DESCRIPTION).exists():
-        settings, folder = _backbone_of(Run.open(path)), path / "final"
-        if not (folder / TENSORS).exists():
-            raise SettingsError(f"{path} has no finished rules: run `fednl train --resume {path}` first.")
-    elif path.name in ("final", "best") and (path.parent / "partition.json").exists():
-        settings = _backbone_of(Run.open(path.parent))
+    run, folder = place_of(path)
+    settings = {} if run is None else _backbone_of(run)
     tensors, description = read_rules(folder)
+    tensors |= instead or {}
     named = description.get("backbone")
     name = named.get("name", "") if isinstance(named, dict) else ""
-    chosen = backbone or _settings_of({"id": name, **settings}, path)
+    chosen = backbone or _settings_of({"id": name, **settings}, Path(path))
     loaded = load_backbone(chosen)
     check_backbone(loaded.model, description, folder)
     adapters: list[Adapter] = []

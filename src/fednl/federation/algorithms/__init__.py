@@ -77,7 +77,10 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
 """The algorithms by the name that `[federation] algorithm` takes."""
 
 # Methods of the papers are combinations: what is trained, how it is merged, what is shared.
-_LORA = {"federation": {"adapters": "lora", "algorithm": "fedavg", "shared": "lora"}, "lora": {"rank": 8}}
+_LORA: dict[str, dict[str, Any]] = {
+    "federation": {"adapters": "lora", "algorithm": "fedavg", "shared": "lora"},
+    "lora": {"rank": 8},
+}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fednl": {"federation": {"adapters": "memory", "algorithm": "fedavg", "shared": "theta"}},
     "ifed-icl": {"federation": {"adapters": "context-vectors", "algorithm": "ifed-icl", "shared": "context"}},
