@@ -231,7 +231,8 @@ def reproduce(
 
     Every method is an ordinary run in its own folder inside DIR. Whatever stopped the command, the same command
     goes on: rounds from the newest checkpoint, then the arms that are not measured yet. DIR/report.md holds the
-    table as far as it is (--lengths and --facts have reports of their own), DIR/results/ the rows behind it. What
+    table as far as it is (--lengths and --facts have reports of their own), DIR/results/ the rows behind it. --set
+    is for every run but where it would change what its line says it is, such as the ceiling's full attention. What
     each table asks and takes is in docs/reproduce.md; needles at the small scale is reckoned, not measured, at 85
     minutes on two cores.
 

@@ -57,7 +57,7 @@ def written(sitting: Sitting, answers: Mapping[str, Sequence[Outcome]]) -> Page:
     rows = result_rows(answers, seed=seed, tokens=tokens, metrics=TEXT.metrics, pairs=pairs)
     heading = f"perplexity, {tokens:,} tokens"
     parts = [
-        page.head(TABLE, sitting.scale, sitting.command),
+        page.head(sitting),
         page.beside([heading], {heading: perplexities(rows)}, (papers.ABLATION,), LINES),
         f"Perplexity is exp of the macro average of nats per token, its interval that of the average. {_READING}",
         page.INTERVALS,
@@ -100,5 +100,6 @@ TABLE = Table(
         "small": Scale("SmolLM2-135M, four runs of 36 steps of 256 tokens", (*SMALL_SETS, *_ARMS)),
         "paper": Scale("Llama-3.2-1B (or any: --set backbone.id=...); a GPU of 48 GB", (*PAPER_SETS, *_ARMS)),
     },
+    lines=lambda scale: LINES,
     work=work,
 )

@@ -112,7 +112,7 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
         found: as `answered` gives it.
         shown: what the page says beside the numbers.
     """
-    table, out = sitting.table, Run(sitting.out)
+    out = Run(sitting.out)
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
     seed = sitting.config(lines[0].method).run.seed
     measured = {one.name: shown.rows(found[one.name], one, seed) for one in asked}
@@ -123,7 +123,7 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
         }
         for one in asked
     }
-    parts = [page.head(table, sitting.scale, sitting.command)]
+    parts = [page.head(sitting)]
     parts += [page.beside(list(ours), ours, shown.published, lines)]
     sets = [(one.title, one.metrics[0], measured[one.name]) for one in asked]
     parts += [page.behind_all(out.path / lines[0].method.name, sitting.scale, sets)]

@@ -29,11 +29,14 @@ class Texts:
 
 
 _ARMS = 'evaluation.arms=["zero-shot","local-icl","federated-lora","federated","local-only"]'
-_TASK = (
-    "data.task=classification",
+_IFED_ICL = (
     "federation.adapters=context-vectors",
     "federation.algorithm=ifed-icl",
     "federation.shared=context",
+)
+_TASK = (
+    "data.task=classification",
+    *_IFED_ICL,
     "combine.weights=uniform",
     "classification.alpha=0.5",
     _ARMS,
@@ -48,7 +51,6 @@ _SMALL_TEXTS = {
         (
             "classification.source=bbc-news",
             'classification.labels=["business","entertainment","politics","sports=sport","tech=technology"]',
-            "classification.long-texts=cut",
         ),
     ),
 }
@@ -56,10 +58,7 @@ _PAPER_TEXTS = {
     "ag-news": Texts(
         "AG News",
         papers.AG_NEWS,
-        (
-            "classification.source=fancyzhx/ag_news",
-            "classification.long-texts=cut",
-        ),
+        ("classification.source=fancyzhx/ag_news",),
     ),
     "subj": Texts(
         "SUBJ",
@@ -67,16 +66,12 @@ _PAPER_TEXTS = {
         (
             "classification.source=SetFit/subj",
             "classification.label=label_text",
-            "classification.long-texts=cut",
         ),
     ),
     "emotion": Texts(
         "Emotion",
         papers.EMOTION,
-        (
-            "classification.source=dair-ai/emotion",
-            "classification.long-texts=cut",
-        ),
+        ("classification.source=dair-ai/emotion",),
     ),
 }
 _TEXTS: Mapping[str, Mapping[str, Texts]] = {"tiny": _TINY_TEXTS, "small": _SMALL_TEXTS, "paper": _PAPER_TEXTS}
@@ -88,7 +83,7 @@ _READING = (
 
 def lines_of(name: str, texts: Texts) -> tuple[Line, ...]:
     """The lines of one set of texts, which are five arms of one run."""
-    method = Method(name, texts.sets)
+    method = Method(name, (*texts.sets, *_IFED_ICL))
     return (
         Line("IFed-ICL", method, "federated", "IFed-ICL"),
         Line("zero-shot prompt", method, "zero-shot", "zero-shot"),
@@ -96,6 +91,11 @@ def lines_of(name: str, texts: Texts) -> tuple[Line, ...]:
         Line("FedAvg-LoRA", method, "federated-lora", "FedAvg-LoRA"),
         Line("own coefficients", method, "local-only"),
     )
+
+
+def lines_at(scale: str) -> list[Line]:
+    """All lines of a scale."""
+    return [line for name, one in _TEXTS[scale].items() for line in lines_of(name, one)]
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
@@ -135,6 +135,7 @@ _SMALL = Scale(
     sets=(
         *_TASK,
         *settings.SMOLLM2,
+        "classification.long-texts=cut",
         "data.tokens=32",
         "data.clients=10",
         "data.train=24",
@@ -156,6 +157,7 @@ _PAPER = Scale(
     sets=(
         *_TASK,
         *settings.LLAMA_1B,
+        "classification.long-texts=cut",
         "backbone.id=meta-llama/Meta-Llama-3-8B",
         "data.tokens=128",
         "data.clients=10",
@@ -176,5 +178,6 @@ TABLE = Table(
     about="Ten clients with unlike shares of the classes name the class of a text: context vectors travel once, then a "
     "few coefficients a round.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
+    lines=lines_at,
     work=work,
 )

@@ -10,12 +10,12 @@ from fednl.reproduce.comparison import Asked, Shown, answered, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 
-FEDNL = Method("fednl")
-_LORA = (*settings.LORA, settings.FULL)
-FEDAVG = Method("fedavg-lora", _LORA)
-FEDPROX = Method("fedprox-lora", (*_LORA, "federation.algorithm=fedprox"))
-FEDALA = Method("fedala-lora", (*_LORA, *settings.FEDALA))
-FFA = Method("ffa-lora", (*_LORA, "federation.algorithm=ffa-lora"))
+FEDNL = Method("fednl", settings.FEDNL)
+_LORA, _SIZE = (*settings.LORA, settings.FULL), settings.LORA_SIZE
+FEDAVG = Method("fedavg-lora", (*_LORA, "federation.algorithm=fedavg"), _SIZE)
+FEDPROX = Method("fedprox-lora", (*_LORA, "federation.algorithm=fedprox"), _SIZE)
+FEDALA = Method("fedala-lora", (*_LORA, "federation.algorithm=fedala"), (*_SIZE, *settings.FEDALA_PASSES))
+FFA = Method("ffa-lora", (*_LORA, "federation.algorithm=ffa-lora"), _SIZE)
 _LORA_METHODS = (FEDAVG, FEDPROX, FEDALA, FFA)
 
 LINES = (
@@ -97,5 +97,6 @@ TABLE = Table(
     name="mmlu",
     about="Five clients by subject answer four-choice questions; short texts, so that memory has little to bring back.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
+    lines=lambda scale: LINES,
     work=work,
 )

@@ -16,11 +16,12 @@ from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.runs import Run
 
-FEDNL = Method("fednl")
-WINDOW_LORA = Method("fedavg-lora-window", settings.LORA)
-FULL_LORA = Method("fedavg-lora-full", (*settings.LORA, settings.FULL))
-FEDALA = Method("fedala-window", (*settings.LORA, *settings.FEDALA))
-FFA = Method("ffa-lora-window", (*settings.LORA, "federation.algorithm=ffa-lora"))
+_SIZE = settings.LORA_SIZE
+FEDNL = Method("fednl", settings.FEDNL)
+WINDOW_LORA = Method("fedavg-lora-window", settings.FEDAVG_LORA, _SIZE)
+FULL_LORA = Method("fedavg-lora-full", (*settings.FEDAVG_LORA, settings.FULL), _SIZE)
+FEDALA = Method("fedala-window", (*settings.LORA, "federation.algorithm=fedala"), (*_SIZE, *settings.FEDALA_PASSES))
+FFA = Method("ffa-lora-window", (*settings.LORA, "federation.algorithm=ffa-lora"), _SIZE)
 
 OURS = Line("FedNL", FEDNL, "federated", "FedNL")
 FLOOR = Line("FedAvg-LoRA, same window (floor)", WINDOW_LORA)
@@ -180,5 +181,6 @@ TABLE = Table(
     about="Seven unlike clients each hide their own kind of facts in filler and ask for one of them, further back than "
     "the window reaches.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
+    lines=lambda scale: LINES,
     work=work,
 )

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from fednl.config_text import toml_value
 from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell, difference
 from fednl.report.setup import run_facts, setup_lines
 from fednl.report.tables import arm_table, behind
 from fednl.report.words import escape, markdown_table, megabytes, number
-from fednl.reproduce.table import Line, Method, Published, Scale, Table
+from fednl.reproduce.given import kept_own, key_of, without_folders
+from fednl.reproduce.table import Line, Method, Published, Scale
 from fednl.runs import Run
+
+if TYPE_CHECKING:
+    from fednl.reproduce.sitting import Sitting
 
 MEASURED, REPORTED = "measured here", "reported by the paper"
 MISSING = "-"
 
 
-def head(table: Table, scale: str, command: str) -> str:
+def head(sitting: Sitting) -> str:
     """What every page begins with."""
-    size = table.scales[scale].about
-    return (
-        f"# {table.name}, scale {scale}\n\n{table.about}\n\nScale: {size}. Made by `{command}`; the same command "
-        f'goes on with what is missing. Columns headed "{MEASURED}" hold numbers of the runs in this folder, columns '
-        f'headed "{REPORTED}" what the paper prints of other models and other data: they stand beside each other, and '
-        "nothing is computed of both."
+    table = sitting.table
+    text = (
+        f"# {table.name}, scale {sitting.scale}\n\n{table.about}\n\nScale: {sitting.size.about}. Made by "
+        f"`{sitting.command}`; the same command goes on with what is missing. Columns headed "
+        f'"{MEASURED}" hold numbers of the runs in this folder, columns headed "{REPORTED}" what the paper prints of '
+        "other models and other data: they stand beside each other, and nothing is computed of both."
     )
+    return "\n\n".join([text, *kept_own(sitting.given, sitting.methods)])
 
 
 def beside(
@@ -154,11 +161,18 @@ def runs_table(out: Run, shared: Mapping[Method, int | None], scale: Scale) -> l
         up, down = (megabytes([one[key] for one in clients if key in one]) for key in ("up_bytes", "down_bytes"))
         cpu_s = sum(one.get("cpu_s", 0.0) for one in clients)
         body.append([escape(method.name), number(numbers), up, down, number(len(rounds)), f"{cpu_s:,.0f}"])
-        last = {one.partition("=")[0]: one for one in scale.beside(method)}
-        own += [f"- {escape(method.name)}: `{' '.join(last.values())}`"] if last else []
+        config = Run(out.path / method.name).read_json("config.json")
+        sets = [_as_run(one, config) for one in dict.fromkeys(map(key_of, scale.beside(method)))]
+        own += [f"- {escape(method.name)}: `{' '.join(sets)}`"] if sets else []
     heads = ["run", "numbers shared", "up, per client and round", "down", "rounds", "CPU-s of the clients"]
     parts = [f"### The runs ({MEASURED})", markdown_table(heads, body)] if body else []
     return [*parts, *(["What each sets beside the scale's own settings:", "\n".join(own)] if own else [])]
+
+
+def _as_run(name: str, config: Mapping[str, Any]) -> str:
+    """A setting as a run has it: the command line may have given another value than the table's."""
+    section, _, key = name.partition(".")
+    return without_folders(f"{name}={toml_value(config[section][key])}")
 
 
 def setup(run: Run) -> list[str]:

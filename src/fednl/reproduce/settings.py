@@ -37,19 +37,21 @@ LLAMA_1B = (
 )
 """The paper scale's model, with fresh rules in its upper half; layers and window are ours."""
 
-LORA = (
-    "memory.layers=none",
-    "memory.start=fresh",
-    "lora.rank=8",
-    'lora.targets="q_proj,v_proj"',
-    "federation.shared=lora",
-)
+FEDNL = ("federation.algorithm=fedavg", "lora.rank=0")
+"""Memory and nothing beside it, averaged."""
+
+LORA = ("memory.layers=none", "memory.start=fresh", "federation.shared=lora")
 """A LoRA in the place of memory; attention sees as far as the scale's window."""
+
+FEDAVG_LORA = (*LORA, "federation.algorithm=fedavg")
+
+LORA_SIZE = ("lora.rank=8", 'lora.targets="q_proj,v_proj"')
+"""How large a LoRA usually is."""
 
 FULL = "memory.window-tokens=0"
 """Attention sees everything, and its cache grows."""
 
-FEDALA = ("federation.algorithm=fedala", "fedala.steps=2", "fedala.most-passes=3")
+FEDALA_PASSES = ("fedala.steps=2", "fedala.most-passes=3")
 """Few passes over its mixing weights, so that it does not take many times the work of the others."""
 
 

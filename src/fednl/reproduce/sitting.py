@@ -11,6 +11,7 @@ from typing import Any
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
+from fednl.reproduce.given import check_given, reaching
 from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.reproduce.tiny import tiny_settings
@@ -25,7 +26,7 @@ class Sitting:
         table: the table.
         scale: a name in its scales.
         out: the folder of all its runs; the same folder goes on.
-        given: settings from the command line; they win over all others.
+        given: settings from the command line; they win over all others but those that make a method what it is.
         asked_lengths: prompt tokens to measure in place of the scale's; empty for the scale's.
         asked_facts: how many facts a prompt hides, in place of the scale's; empty for the scale's.
         on_event: is told what happens.
@@ -50,11 +51,17 @@ class Sitting:
         return tuple(self.asked_lengths) or self.size.lengths
 
     def config(self, method: Method) -> Config:
-        """The settings of a method's run: the scale's, the method's own, then those from the command line."""
+        """The settings of a method's run: the scale's, the method's own, then those from the command line.
+
+        What makes the method what it is stays (`Method.sets`).
+
+        Raises:
+            SettingsError: a setting is wrong.
+        """
         folder = self.out / "tiny-model"
         table = tiny_settings(folder) if self.scale == "tiny" else {}
         sets = [one.replace("{folder}", str(folder)) for one in self.size.of(method)]
-        return Config.from_dict(table).with_overrides([*sets, *self.given])
+        return Config.from_dict(table).with_overrides([*sets, *reaching(self.given, method)])
 
     def run(self, method: Method) -> Run:
         """The run of a method with its rounds done and its own arms measured."""
@@ -84,11 +91,17 @@ class Sitting:
         words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *asked, *sets, "--out", str(self.out)]
         return shlex.join(words)
 
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Whose runs the table is made of."""
+        return tuple(dict.fromkeys(line.method for line in self.table.lines(self.scale)))
+
     def whole(self) -> Page:
         """Does what is missing, writes the table after every step, and gives the whole one.
 
         Raises:
-            SettingsError: the folder is itself a run's, or a run in it has other settings.
+            SettingsError: the folder is itself a run's, a run in it has other settings, or what was given is wrong
+                or would give a run another's name.
             FednlError: as `fednl.training.train`, `resume` and `evaluate`.
             Interrupted: Ctrl-C; the same goes on.
         """
@@ -96,6 +109,7 @@ class Sitting:
             raise SettingsError(
                 f"--out {self.out} is the folder of a run: name another, for a table's runs and report."
             )
+        check_given(self.given, self.table, {method: self.config(method) for method in self.methods})
         page = Page("")
         for page in self.table.work(self):
             self.write(page)

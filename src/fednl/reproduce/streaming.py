@@ -9,7 +9,7 @@ from fednl.data.text import client_sources, unseen_sources
 from fednl.evaluation.settings import ARMS
 from fednl.report.cells import bracket
 from fednl.report.words import markdown_table, number
-from fednl.reproduce import page, papers
+from fednl.reproduce import page, papers, settings
 from fednl.reproduce.keeping import kept
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fednl.evaluation.rows import Row
     from fednl.evaluation.streaming import StreamNats
 
-FEDNL = Method("fednl")
+FEDNL = Method("fednl", settings.FEDNL)
 OPEN, CLOSED = "federated", "window-only"
 LINES = (Line("FedNL", FEDNL, OPEN, "FedNL"), Line("the same window, no memory", FEDNL, CLOSED))
 TEXTS = {"tiny": 2, "small": 16, "paper": 16}
@@ -135,7 +135,7 @@ def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNat
     changes = {_line(row): _shown(row, "+.1f") for row in ends}
     read = len(arms[OPEN])
     parts = [
-        page.head(TABLE, sitting.scale, sitting.command),
+        page.head(sitting),
         page.beside([heading], {heading: changes}, (papers.STREAMING,), LINES),
         f"n = {read} of {TEXTS[sitting.scale]} held-out texts of {tokens:,} tokens; every token but the "
         f"first is scored once. {_INTERVALS}",
@@ -267,5 +267,6 @@ TABLE = Table(
         "small": Scale("SmolLM2-135M, 36 steps of 256 tokens; 16 texts of 16,384 tokens twice", SMALL_SETS, (16_384,)),
         "paper": Scale("Llama-3.2-1B (or any: --set backbone.id=...); a GPU of 48 GB", PAPER_SETS, (16_384,)),
     },
+    lines=lambda scale: LINES,
     work=work,
 )

@@ -16,11 +16,13 @@ class Method:
 
     Attributes:
         name: the folder's name.
-        sets: its settings over those of the scale, `"section.key=value"` each.
+        sets: what makes it this method, `"section.key=value"` each; the command line does not replace it.
+        usual: its further settings over those of the scale, which the command line replaces.
     """
 
     name: str
     sets: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Scale:
 
     def beside(self, method: Method) -> tuple[str, ...]:
         """What a method sets over the scale's own settings."""
-        return (*method.sets, *self.own.get(method.name, ()))
+        return (*method.usual, *method.sets, *self.own.get(method.name, ()))
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,12 @@ class Table:
         name: as the command line calls it.
         about: one sentence.
         scales: by name, those of `fednl.reproduce.SCALES` that it has.
+        lines: its lines at a scale.
         work: does what is missing, and gives the table as it stands after every step; the last one is whole.
     """
 
     name: str
     about: str
     scales: Mapping[str, Scale]
+    lines: Callable[[str], Sequence[Line]]
     work: Callable[[Sitting], Iterator[Page]]

@@ -16,36 +16,30 @@ _CONTEXT = (
     "federation.algorithm=ifed-icl",
     "federation.shared=context",
     "data.task=classification",
-    "classification.long-texts=cut",
-    "classification.demonstrations=1",
-    "data.tokens=32",
-    "data.train=2",
 )
-THETA = Method("fednl-theta")
+_SHORT = ("classification.long-texts=cut", "classification.demonstrations=1", "data.tokens=32", "data.train=2")
+_MEMORY = (*settings.FEDNL, "federation.shared=memory")
+_ALL_LINEARS = settings.paper_lora(16, "3e-4")
+THETA = Method("fednl-theta", (*settings.FEDNL, "federation.shared=theta"))
 LINES = (
     Line("FedNL, theta (write, gate, projection, address)", THETA),
-    Line("FedNL, memory (write, gate)", Method("fednl-memory", ("federation.shared=memory",)), published="FedNL"),
-    Line(
-        "FedNL, memory, float16", Method("fednl-memory-half", ("federation.shared=memory", *_HALF)), published="FedNL"
-    ),
+    Line("FedNL, memory (write, gate)", Method("fednl-memory", _MEMORY), published="FedNL"),
+    Line("FedNL, memory, float16", Method("fednl-memory-half", (*_MEMORY, *_HALF)), published="FedNL"),
     Line(
         "FedAvg-LoRA, rank 16 on all linears, float16",
-        Method("fedavg-lora-half", (*settings.LORA, *settings.paper_lora(16, "3e-4"), *_HALF)),
+        Method("fedavg-lora-half", (*settings.FEDAVG_LORA, *_ALL_LINEARS, *_HALF)),
         published="FedAvg",
     ),
     Line(
         "FFA-LoRA, rank 16 on all linears, float16",
-        Method(
-            "ffa-lora-half",
-            (*settings.LORA, *settings.paper_lora(16, "3e-4"), "federation.algorithm=ffa-lora", *_HALF),
-        ),
+        Method("ffa-lora-half", (*settings.LORA, *_ALL_LINEARS, "federation.algorithm=ffa-lora", *_HALF)),
     ),
     Line(
         "FedAvg-LoRA, rank 8 on q and v",
-        Method("fedavg-lora-qv", settings.LORA),
+        Method("fedavg-lora-qv", (*settings.FEDAVG_LORA, *settings.LORA_SIZE)),
         published="FedAvg-LoRA",
     ),
-    Line("IFed-ICL, coefficients", Method("ifed-icl", _CONTEXT), published="IFed-ICL"),
+    Line("IFed-ICL, coefficients", Method("ifed-icl", _CONTEXT, _SHORT), published="IFed-ICL"),
 )
 _READING = (
     "Bytes are those of the messages as serialised, container and checksums included, of one client in one round; "
@@ -97,7 +91,7 @@ def written(sitting: Sitting, rows: Sequence[Mapping[str, Any]]) -> Page:
         for name, column in zip(names, columns, strict=True)
     }
     published = (papers.TRAFFIC_FEDNL, papers.TRAFFIC_IFED)
-    parts = [page.head(TABLE, sitting.scale, sitting.command)]
+    parts = [page.head(sitting)]
     parts += [page.beside(names, ours, published, LINES), _READING, "kB: 1,000 bytes."]
     parts += ["## What the papers print", *map(page.as_published, published), "## How it was made"]
     parts += page.runs_table(Run(sitting.out), sitting.numbers_shared(LINES), sitting.size)
@@ -138,5 +132,6 @@ TABLE = Table(
             own={"ifed-icl": ("data.clients=7", "data.test=1")},
         ),
     },
+    lines=lambda scale: LINES,
     work=work,
 )

@@ -35,7 +35,8 @@ class Federation:
         clients: all of them.
         left_out: who is left out in turn.
         metrics: of its task.
-        sets: its settings over those of the scale.
+        sets: what makes its task.
+        usual: its further settings over those of the scale.
         lora: those of its LoRA over these.
     """
 
@@ -45,6 +46,7 @@ class Federation:
     left_out: tuple[str, ...]
     metrics: tuple[str, ...]
     sets: tuple[str, ...] = ()
+    usual: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
 
 
@@ -52,10 +54,12 @@ def _needles(clients: tuple[str, ...], left_out: tuple[str, ...], lora: tuple[st
     return Federation("unseen", "needles", clients, left_out, NEEDLES.metrics, lora=lora)
 
 
-def _texts(sources: tuple[str, ...], left_out: tuple[str, ...], sets: Sequence[str], lora: Sequence[str]) -> Federation:
+def _texts(
+    sources: tuple[str, ...], left_out: tuple[str, ...], usual: tuple[str, ...], lora: tuple[str, ...]
+) -> Federation:
     names = tuple(PurePath(source).stem for source in sources)
-    own = ("data.task=text", f"text.sources={json.dumps(sources)}", f"data.clients={len(sources)}", *sets)
-    return Federation("unseen-text", "texts", names, left_out, TEXT.metrics, own, tuple(lora))
+    own = ("data.task=text", f"text.sources={json.dumps(sources)}", f"data.clients={len(sources)}")
+    return Federation("unseen-text", "texts", names, left_out, TEXT.metrics, own, usual, lora)
 
 
 _SLOW = ("training.local-lr=3e-3",)
@@ -87,16 +91,22 @@ FEDERATIONS: Mapping[str, tuple[Federation, ...]] = {
 def lines_of(federation: Federation, client: str) -> tuple[Line, ...]:
     """The lines of one client that is left out."""
     hold_out, others = (_held_out([client]), _held_out([one for one in federation.clients if one != client]))
-    memory = Method(f"fednl-without-{client}", (*federation.sets, hold_out))
-    lora = Method(f"lora-without-{client}", (*federation.sets, *settings.LORA, *federation.lora, hold_out))
-    alone = (*federation.sets, others, "federation.algorithm=local-only", "federation.quorum=1")
+    usual, size = federation.usual, (*federation.usual, *settings.LORA_SIZE, *federation.lora)
+    memory = Method(f"fednl-without-{client}", (*federation.sets, *settings.FEDNL, hold_out), usual)
+    lora = Method(f"lora-without-{client}", (*federation.sets, *settings.FEDAVG_LORA, hold_out), size)
+    alone = (*federation.sets, others, "lora.rank=0", "federation.algorithm=local-only", "federation.quorum=1")
     return (
         Line(OURS, memory),
         Line("gate closed (window only)", memory, "window-only"),
         Line("rules before training", memory, "public-rules"),
-        Line("its own rules, trained alone", Method(f"own-rules-of-{client}", alone)),
+        Line("its own rules, trained alone", Method(f"own-rules-of-{client}", alone, usual)),
         Line("FedAvg-LoRA of the other clients, same window", lora),
     )
+
+
+def lines_at(scale: str) -> list[Line]:
+    """All lines of a scale."""
+    return [line for one in FEDERATIONS[scale] for client in one.left_out for line in lines_of(one, client)]
 
 
 def _held_out(clients: Sequence[str]) -> str:
@@ -182,5 +192,6 @@ TABLE = Table(
     name="unseen",
     about="A kind of fact, or a domain of text, that no client had in training, with the rules fixed.",
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
+    lines=lines_at,
     work=work,
 )
