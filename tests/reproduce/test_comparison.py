@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from fednl.reproduce.comparison import Asked, above_chance, answered
+from fednl.evaluation.outcomes import Outcome
+from fednl.reproduce import needles, table_named
+from fednl.reproduce.comparison import Asked, Shown, above_chance, answered, written
+from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method
 
 
@@ -59,3 +64,32 @@ def test_a_line_is_told_from_guessing_where_its_interval_lies_above_chance() -> 
     rows = [{**common, "method": "a", "low": 0.26}, {**common, "method": "b", "low": 0.25}]
     rows.append({"metric": "nats_per_token", "client": "macro", "method": "a", "low": 9.0})
     assert above_chance(rows, "candidates") == {"a": True, "b": False}
+
+
+def outcomes(right: int, nats: float) -> list[Outcome]:
+    """Fifteen answers of each of two clients, so many of them right."""
+    return [
+        Outcome(client, at, int(at >= right), 0, at < right, at < right, nats + 0.01 * at, 1.0, 3)
+        for client in ("passkey", "uuid-code")
+        for at in range(15)
+    ]
+
+
+def test_what_is_won_where_a_line_does_not_count_is_no_win(tmp_path: Path) -> None:
+    sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(16_384)
+    lines = (needles.OURS, needles.FLOOR, needles.CEILING)
+    answers = {line.name: outcomes(*how) for line, how in zip(lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=True)}
+    told = {"mark": lambda line, one: needles._outside(line, one.tokens, 8192)}
+    shown = Shown((), "", rows=lambda *some: needles.rows_of(*some, reach=8192), **told)
+    page = written(sitting, [one], {one.name: answers}, shown)
+    rows = page.measured[one.name]
+    gaps = {(row["baseline"], row["of"]): row for row in rows if row["metric"] == "difference"}
+    assert gaps[needles.FLOOR.name, "candidates"]["verdict"] == "better"
+    for of in one.metrics:
+        row = gaps[needles.CEILING.name, of]
+        assert row["verdict"] == "outside trained range, does not count" and "p" not in row
+    assert [row["metric"] for row in rows if row["metric"] == "share_closed" and "value" in row] == []
+    assert {row.get("note") for row in rows if row["method"] == needles.CEILING.name} == {"outside trained range"}
+    names = [line.split("|")[1].strip() for line in page.text.splitlines() if line.startswith("| FedAvg-LoRA, full")]
+    assert set(names[1:]) == {f"{needles.CEILING.name} (outside trained range)"} and len(names) == 4
+    assert json.dumps(rows).count("outside trained range, does not count") == len(one.metrics)

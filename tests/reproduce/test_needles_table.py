@@ -110,7 +110,7 @@ def test_a_runs_own_folder_is_not_filled_with_others(folder: Path) -> None:
 def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_reach_is_said_to_be() -> None:
     assert [line.method.name for line in needles.lines_at(4096)] == ["fednl", "fedavg-lora-window", "fedavg-lora-full"]
     assert len(needles.lines_at(2048)) == 7
-    assert needles._outside(needles.CEILING.name, 16_384, 8192) == " (outside trained range)"
+    assert needles._outside(needles.CEILING.name, 16_384, 8192) == "outside trained range"
     assert needles._outside(needles.CEILING.name, 8192, 8192) == needles._outside("FedNL", 16_384, 8192) == ""
     row = {
         "metric": "share_closed",

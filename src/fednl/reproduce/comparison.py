@@ -91,7 +91,7 @@ class Shown:
     Attributes:
         published: the papers' tables; none where no paper prints one.
         reading: what has to be known to read it.
-        mark: what is said of a line's number at some questions, after it.
+        mark: why a line's numbers do not count at some questions; empty where they do.
         more: further parts of the section of some questions, from its rows.
         rows: makes the rows of some questions, from the answers to them and the runs' seed.
     """
@@ -115,10 +115,11 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     out = Run(sitting.out)
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
     seed = sitting.config(lines[0].method).run.seed
-    measured = {one.name: shown.rows(found[one.name], one, seed) for one in asked}
+    marks = {one.name: {line.name: shown.mark(line.name, one) for line in one.lines} for one in asked}
+    measured = {one.name: without_claims(shown.rows(found[one.name], one, seed), marks[one.name]) for one in asked}
     ours = {
         f"{METRICS[one.metrics[0]].column}, {one.title}": {
-            line: cell + shown.mark(line, one)
+            line: _with_mark(cell, marks[one.name][line])
             for line, cell in page.macro_cells(measured[one.name], one.metrics[0]).items()
         }
         for one in asked
@@ -136,7 +137,8 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
             continue
         parts += [*shown.more(rows, one), *page.chance_line(above_chance(rows, one.metrics[0]))]
         for metric in one.metrics:
-            parts += page.by_client(rows, metric, where)
+            named = [row | {"method": _with_mark(row["method"], marks[one.name][row["method"]])} for row in rows]
+            parts += page.by_client(named, metric, where)
         parts += page.differences(rows, where)
     if shown.published:
         parts += ["## What the papers print", *map(page.as_published, shown.published)]
@@ -144,6 +146,26 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
     parts += page.setup(Run(sitting.out / lines[0].method.name))
     return Page("\n\n".join(parts) + "\n", {name: rows for name, rows in measured.items() if rows})
+
+
+def without_claims(rows: Sequence[Row], marks: Mapping[str, str]) -> list[Row]:
+    """Gives the rows with no verdict where a line's numbers do not count; each row of such a line says why in `note`.
+
+    Args:
+        rows: of a comparison; not modified.
+        marks: line -> why its numbers do not count; empty where they do.
+    """
+    made = []
+    for row in rows:
+        why = marks.get(row["method"]) or marks.get(row.get("baseline", ""))
+        if why and row["metric"] == "difference":
+            row = {key: value for key, value in row.items() if key != "p"} | {"verdict": f"{why}, does not count"}
+        made.append(row | ({"note": why} if why else {}))
+    return made
+
+
+def _with_mark(text: str, why: str) -> str:
+    return f"{text} ({why})" if why else text
 
 
 def above_chance(rows: Sequence[Row], metric: str) -> dict[str, bool]:

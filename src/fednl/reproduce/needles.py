@@ -72,12 +72,12 @@ def work(sitting: Sitting) -> Iterator[Page]:
             _READING,
             mark=partial(_mark, reach=reach),
             more=partial(closed_lines, reach=reach),
-            rows=rows_of,
+            rows=partial(rows_of, reach=reach),
         )
         yield written(sitting, asked, found, shown)
 
 
-def rows_of(answers: Answers, one: Asked, seed: int) -> list[Row]:
+def rows_of(answers: Answers, one: Asked, seed: int, reach: int | None = None) -> list[Row]:
     """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes."""
     rows = comparison_rows(answers, one, seed)
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
@@ -86,8 +86,9 @@ def rows_of(answers: Answers, one: Asked, seed: int) -> list[Row]:
         values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
-        share = share_closed(values[0], values[1], values[2], seed)
-        # Without a value: the floor is not told from the ceiling.
+        outside = _outside(CEILING.name, one.tokens, reach)
+        share = None if outside else share_closed(values[0], values[1], values[2], seed)
+        # Without a value: the floor is not told from the ceiling, or the ceiling does not count.
         rows.append(row | (vars(share) if share else {}))
     return rows
 
@@ -121,7 +122,7 @@ def _mark(line: str, one: Asked, reach: int | None) -> str:
 def _outside(line: str, tokens: int, reach: int | None) -> str:
     """What is said of full attention beyond the text that the backbone was trained on."""
     grows = any(word in line for word in _GROWS)
-    return " (outside trained range)" if grows and reach is not None and tokens > reach else ""
+    return "outside trained range" if grows and reach is not None and tokens > reach else ""
 
 
 _READING = (
