@@ -76,11 +76,12 @@ def streaming(options: argparse.Namespace, arms: Arms) -> str:
         with within:
             return vars(stream_nats(model, texts[number], make_cache=make_cache))
 
-    name = f"streaming-{options.texts}-{tokens}-{source(options)}-{options.seed}"
+    name = f"streams-{options.texts}-{tokens}-{source(options)}-{options.seed}"
     done = found_by(options, name, options.count, read)
     found = {arm: [StreamNats(**{k: tuple(v) for k, v in one.items()}) for one in done[arm]] for arm in options.arms}
     rows = streaming_rows(found, seed=options.seed, pairs=[("memory", "window-only"), ("memory", "full-attention")])
-    return table(rows, ["method", "baseline", "metric", "from_token", "value", "low", "high", "n", "cache_bytes"])
+    columns = ["method", "baseline", "metric", "from_token", "value", "low", "high", "n", "state_bytes", "kv_bytes"]
+    return table(rows, columns)
 
 
 def costs(options: argparse.Namespace, arms: Arms) -> str:

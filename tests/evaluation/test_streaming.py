@@ -94,8 +94,8 @@ def test_pieces_change_nothing_and_one_pass_says_the_same(folder: Path, piece: i
     losses = nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
     expected = [losses[:49].mean(), losses[49:99].mean(), losses[99:].mean()]
     assert found.nats == pytest.approx([float(one) for one in expected], abs=1e-5)
-    a_token = found.cache_bytes[0] // 50
-    assert a_token > 0 and found.cache_bytes == (50 * a_token, 100 * a_token, 130 * a_token)  # keys and values grow
+    a_token = found.kv_bytes[0] // 50
+    assert a_token > 0 and found.kv_bytes == (50 * a_token, 100 * a_token, 130 * a_token)  # keys and values grow
 
 
 @pytest.mark.parametrize("layers", ["last:1", "none"])
@@ -105,7 +105,7 @@ def test_with_a_window_the_cache_has_the_same_bytes_in_the_first_and_the_last_bi
     ids = text(400)
     ways = [read(model, ids, make_cache=MemoryCache, bin_tokens=100, piece_tokens=piece) for piece in (9, 100)]
     for found in ways:
-        assert len(set(found.cache_bytes)) == 1
+        assert len(set(zip(found.state_bytes, found.kv_bytes, strict=True))) == 1
         assert found.nats == pytest.approx(ways[0].nats, abs=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_strided_scoring_of_a_uniform_model() -> None:
 
 def test_rows_hold_the_level_the_change_and_the_paired_difference() -> None:
     def some(*levels: tuple[float, float]) -> list[StreamNats]:
-        return [StreamNats(level, (99, 100), (10, 10)) for level in levels]
+        return [StreamNats(level, (99, 100), (4, 4), (10, 10)) for level in levels]
 
     arms = {"federated": some((2.0, 1.8), (4.0, 3.9)), "window-only": some((2.0, 2.2), (4.0, 4.3))}
     rows = streaming_rows(arms, seed=0, bin_tokens=100)
@@ -156,9 +156,9 @@ def test_rows_hold_the_level_the_change_and_the_paired_difference() -> None:
     gaps = [r for r in rows if r["metric"] == "difference"]
     assert [round(r["value"], 9) for r in gaps] == [0.0, -0.4]
     assert gaps[0]["verdict"] == "no clear difference" and gaps[1]["verdict"] == "better"
-    assert all(r["cache_bytes"] == 10 for r in level)
+    assert all((r["state_bytes"], r["kv_bytes"]) == (4, 10) for r in level)
     with pytest.raises(SettingsError, match="other texts"):
-        streaming_rows({**arms, "window-only": [StreamNats((2.0,), (5,), (1,))] * 2}, seed=0)
+        streaming_rows({**arms, "window-only": [StreamNats((2.0,), (5,), (0,), (1,))] * 2}, seed=0)
     # One text has no spread, so no interval and no verdict.
     single = streaming_rows({name: read[:1] for name, read in arms.items()}, seed=0)
     assert all("low" not in r and "verdict" not in r for r in single)
@@ -186,7 +186,7 @@ def test_fine_bins_in_long_pieces_are_the_same_and_add_up_to_coarse_ones(folder:
     again = stream_nats(model, ids, bin_tokens=8, piece_tokens=5, **cache)
     assert fine.tokens == again.tokens == (7, *[8] * 17, 6)
     assert fine.nats == pytest.approx(again.nats, abs=1e-5)
-    assert fine.cache_bytes[0] == fine.cache_bytes[7] > again.cache_bytes[0]
+    assert fine.kv_bytes[0] == fine.kv_bytes[7] > again.kv_bytes[0]
     coarse, whole = coarser(fine, 4), stream_nats(model, ids, bin_tokens=32, piece_tokens=32, **cache)
     assert coarse.tokens == whole.tokens
     assert coarse.nats == pytest.approx(whole.nats, abs=1e-5)

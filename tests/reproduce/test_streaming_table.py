@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fednl.errors import Interrupted
+from fednl.errors import DataError, Interrupted, SettingsError
 from fednl.models.tiny import byte_tokenizer
 from fednl.reproduce import streaming, table_named
 from fednl.reproduce.sitting import Sitting
@@ -30,17 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def reproduce(out: Path, on_event: Any = lambda event: None) -> str:
-    return Sitting(table_named("streaming"), "tiny", out, on_event=on_event).whole().text
+def reproduce(out: Path, on_event: Any = lambda event: None, **more: Any) -> str:
+    return Sitting(table_named("streaming"), "tiny", out, on_event=on_event, **more).whole().text
 
 
 def test_a_stopped_reading_goes_on_with_the_text_that_is_missing(folder: Path) -> None:
-    lines = (folder / "streams-1100.jsonl").read_text().splitlines()
+    lines = (folder / "fednl/results/streams-1100.jsonl").read_text().splitlines()
     assert len(lines) == 3
     began: list[tuple[str, str]] = []
     text = reproduce(folder, lambda event: began.append((event.get("name", ""), event.get("arm", ""))))
     assert [one for one in began if one[0].startswith("reading")] == [("reading text 2", "window-only")]
-    assert (folder / "streams-1100.jsonl").read_text().splitlines()[:3] == lines
+    assert (folder / "fednl/results/streams-1100.jsonl").read_text().splitlines()[:3] == lines
     assert "n = 2 of 2 held-out texts" in text and reproduce(folder) == text == (folder / "report.md").read_text()
 
 
@@ -54,7 +55,7 @@ def test_coarse_bins_are_made_of_fine_ones_and_the_cache_does_not_grow(folder: P
         (row["method"], row["from_token"]): row for row in coarse if row["metric"] == "nats_per_token" and row["n"] == 2
     }
     assert sorted(level) == [("federated", 0), ("federated", 1024), ("window-only", 0), ("window-only", 1024)]
-    assert len({row["cache_bytes"] for row in level.values()}) == 1
+    assert len({(row["state_bytes"], row["kv_bytes"]) for row in level.values()}) == 1
     fine = [row["value"] for row in cold if (row["method"], row["metric"]) == ("federated", "nats_per_token")]
     assert len(fine) == 16  # the first bin has a token fewer: nothing is before it
     mean = (63 * fine[0] + 64 * sum(fine[1:])) / 1023
@@ -97,9 +98,30 @@ def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_summary_counts_bins_and_tells_whether_the_cache_grew() -> None:
     def level(place: int, size: int) -> dict[str, Any]:
-        return {"method": "federated", "metric": "nats_per_token", "bin": place, "cache_bytes": size}
+        return {"method": "federated", "metric": "nats_per_token", "bin": place, "state_bytes": 64, "kv_bytes": size}
 
     gaps = [{"method": "federated", "metric": "difference", "verdict": word} for word in ("better", "better", "worse")]
     text = streaming.summary([level(0, 1000), level(1, 2500), *gaps, {"method": "federated", "metric": "difference"}])
     assert "better in 2 and worse in 1 of 4 bins" in text
-    assert "1,000 bytes after the first bin and 2,500 after the last" in text
+    assert "64 + 1,000 bytes (memory state + keys and values) after the first bin and 64 + 2,500 after the last" in text
+
+
+def test_what_other_rules_read_is_not_taken_for_these_and_one_bin_has_no_change(tmp_path: Path) -> None:
+    def level(*given: str) -> float:
+        text = reproduce(tmp_path, asked_lengths=(65,), given=given)
+        assert next(line for line in text.splitlines() if line.startswith("| FedNL ")).split("|")[2].strip() == "-"
+        rows = json.loads((tmp_path / "results/streaming-65.json").read_text())["rows"]
+        return next(r["value"] for r in rows if (r["method"], r["metric"]) == ("federated", "nats_per_token"))
+
+    first = level()
+    shutil.rmtree(tmp_path / "fednl")
+    assert level("training.local-lr=0.5") != first
+
+
+def test_a_length_that_cannot_be_read_is_told_by_its_option(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--lengths 1: the first token of a text has nothing before it"):
+        reproduce(tmp_path, asked_lengths=(1, 65))
+    tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
+    with pytest.raises(DataError, match=r"--lengths 900000, 2 texts: .*text\.sources") as told:
+        streaming.held_out_texts(tiny, byte_tokenizer(), 2, 900_000)
+    assert "data." not in str(told.value)

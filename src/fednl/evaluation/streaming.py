@@ -29,13 +29,15 @@ class StreamNats:
     Attributes:
         nats: mean cross-entropy of each bin's tokens, in nats per token.
         tokens: how many tokens of each bin were scored: all but the text's first one.
-        cache_bytes: bytes of the cache after each bin (with `across_bins` after the piece that its end was read in),
-            memory state and keys and values together.
+        state_bytes: bytes of the memory state after each bin (with `across_bins` after the piece that its end was read
+            in).
+        kv_bytes: bytes of all else in the cache then: keys and values, with what it keeps beside them.
     """
 
     nats: tuple[float, ...]
     tokens: tuple[int, ...]
-    cache_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
 
 
 def stream_nats(
@@ -73,7 +75,7 @@ def stream_nats(
     device = next(model.parameters()).device
     text = torch.tensor([list(ids)], device=device)
     bins = -(-len(ids) // bin_tokens)
-    sums, counts, sizes = [0.0] * bins, [0] * bins, [0] * bins
+    sums, counts, sizes = [0.0] * bins, [0] * bins, [(0, 0)] * bins
     cache = make_cache(model)
     with evaluating(model):
         first = 0
@@ -88,12 +90,13 @@ def stream_nats(
                 sums[place // bin_tokens] += loss
                 counts[place // bin_tokens] += 1
             for place in range(first // bin_tokens, (last - 1) // bin_tokens + 1):
-                sizes[place] = sum(cache_bytes(cache))
+                sizes[place] = cache_bytes(cache)
             if on_read is not None:
                 on_read(last)
             first = last
     means = tuple(total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
-    return StreamNats(means, tuple(counts), tuple(sizes))
+    states, rest = zip(*sizes, strict=True)
+    return StreamNats(means, tuple(counts), states, rest)
 
 
 def coarser(read: StreamNats, bins: int) -> StreamNats:
@@ -110,8 +113,9 @@ def coarser(read: StreamNats, bins: int) -> StreamNats:
         for first, last in ((first, first + bins) for first in firsts)
     )
     means = tuple(total / count if count else 0.0 for total, count in zip(sums, tokens, strict=True))
-    sizes = tuple(read.cache_bytes[min(first + bins, len(read.nats)) - 1] for first in firsts)
-    return StreamNats(means, tokens, sizes)
+    lasts = [min(first + bins, len(read.nats)) - 1 for first in firsts]
+    states, rest = (tuple(sizes[last] for last in lasts) for sizes in (read.state_bytes, read.kv_bytes))
+    return StreamNats(means, tokens, states, rest)
 
 
 def strided_nats(model: nn.Module, ids: Sequence[int], context: int, stride: int) -> float:
@@ -161,7 +165,8 @@ def streaming_rows(
     Returns:
         Rows `{method, metric, bin, from_token, value, n, low, high, seed}` with the metric `nats_per_token`;
         `change_percent`, of a text's bin against its own first one, averaged; and `difference` with `baseline` and
-        `verdict`. `cache_bytes` is the largest over the texts. Intervals are over texts, at 95%, where there are two.
+        `verdict`. `state_bytes` and `kv_bytes` are the largest over the texts. Intervals are over texts, at 95%, where
+        there are two.
 
     Raises:
         SettingsError: two arms read different texts.
@@ -172,8 +177,8 @@ def streaming_rows(
             common: Row = {"method": arm, "bin": place, "from_token": place * bin_tokens, "n": len(read), "seed": seed}
             level = [one.nats[place] for one in read]
             change = [100 * (one.nats[place] / one.nats[0] - 1) for one in read]
-            size = max(one.cache_bytes[place] for one in read)
-            rows.append(common | _mean("nats_per_token", level, seed) | {"cache_bytes": size})
+            sizes = {key: max(getattr(one, key)[place] for one in read) for key in ("state_bytes", "kv_bytes")}
+            rows.append(common | _mean("nats_per_token", level, seed) | sizes)
             rows.append(common | _mean("change_percent", change, seed))
     for first, second in pairs:
         if first not in arms or second not in arms:

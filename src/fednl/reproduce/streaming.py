@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fednl.data.text import client_sources, unseen_sources
+from fednl.errors import DataError, SettingsError
 from fednl.evaluation.settings import ARMS
 from fednl.report.cells import bracket
 from fednl.report.words import markdown_table, number
@@ -26,17 +27,28 @@ TEXTS = {"tiny": 2, "small": 16, "paper": 16}
 """How many texts are read at a scale."""
 FINE_TOKENS, BIN_TOKENS, COLD_TOKENS = 64, 1024, 1024
 """Every text is read once, in fine bins; the coarse ones are made of them, and the first of them are the cold start."""
-_PIECE_TOKENS = 256
+_PIECE_TOKENS, _LEAST_TOKENS = 256, 2
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
-    """Trains one run, has it read text after text in both arms, and gives the tables after each text."""
+    """Trains one run, has it read text after text in both arms, and gives the tables after each text.
+
+    What was read stays in the run's own folder: it is of these rules and of no others.
+
+    Raises:
+        SettingsError: a length that leaves nothing to foresee.
+    """
+    if (least := min(sitting.lengths)) < _LEAST_TOKENS:
+        raise SettingsError(
+            f"--lengths {least}: the first token of a text has nothing before it, so that there is none to foresee; "
+            f"name {_LEAST_TOKENS} tokens or more."
+        )
     run = sitting.run(FEDNL)
     for tokens in sitting.lengths:
         texts = TEXTS[sitting.scale]
         asked = [(arm, text) for text in range(texts) for arm in (OPEN, CLOSED)]
         reader = _Reader(sitting, run, tokens, texts)
-        path = sitting.out / f"streams-{tokens}.jsonl"
+        path = run.path / "results" / f"streams-{tokens}.jsonl"
         for count in range(1, texts + 1):
             found = kept(path, asked[: 2 * count], reader.read)
             yield written(sitting, tokens, _by_arm(found))
@@ -102,7 +114,11 @@ def held_out_texts(sitting: Sitting, tokenizer: Any, count: int, tokens: int) ->
     unseen = unseen_sources(config.data, own)
     sources = unseen or list(dict.fromkeys(client_sources(config.data, own).values()))
     each = -(-count // len(sources))
-    found = [documents(source, tokenizer, each, tokens, held_out=source in unseen) for source in sources]
+    try:
+        found = [documents(source, tokenizer, each, tokens, held_out=source in unseen) for source in sources]
+    except DataError as error:  # it names the keys of the tasks
+        told = str(error).replace("data.filler", "text.sources").replace("data.tokens", "--lengths")
+        raise DataError(f"--lengths {tokens}, {count} texts: {told}") from None
     return [text for texts in zip(*found, strict=True) for text in texts][:count]
 
 
@@ -132,7 +148,8 @@ def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNat
     last = max(row["bin"] for row in rows)
     heading = f"change from the first {BIN_TOKENS:,} tokens to the last, %"
     ends = [row for row in rows if (row["metric"], row["bin"]) == ("change_percent", last)]
-    changes = {_line(row): _shown(row, "+.1f") for row in ends}
+    # Of one bin there is no change.
+    changes = {_line(row): _shown(row, "+.1f") for row in ends if last}
     read = len(arms[OPEN])
     parts = [
         page.head(sitting),
@@ -160,8 +177,11 @@ _INTERVALS = (
 )
 
 
+_SIZES = {"state_bytes": "memory state, bytes", "kv_bytes": "keys and values, bytes"}
+
+
 def bins_table(rows: Sequence[Row]) -> str:
-    """A line a bin: raw nats per token of both arms, their paired difference, and the cache in the memory's arm."""
+    """A line a bin: raw nats per token of both arms, their paired difference, and the memory arm's cache in parts."""
     cells = {(row["method"], row["metric"], row["bin"]): row for row in rows}
     body = []
     for place in sorted({row["bin"] for row in rows}):
@@ -173,21 +193,25 @@ def bins_table(rows: Sequence[Row]) -> str:
                 *(_shown(row, ".3f") for row in nats),
                 _shown(gap, "+.3f"),
                 gap.get("verdict", "no verdict"),
-                number(nats[1]["cache_bytes"]),
+                *(number(nats[1][key]) for key in _SIZES),
             ]
         )
     heads = ["from token", *(f"{ARMS[arm]}, nats/token" for arm in (CLOSED, OPEN)), "difference", "memory is"]
-    return markdown_table([*heads, "cache, bytes"], body)
+    return markdown_table([*heads, *_SIZES.values()], body)
 
 
 def summary(rows: Sequence[Row]) -> str:
     """In how many bins the memory is better or worse than none, and whether its cache grew."""
     verdicts = [row.get("verdict") for row in rows if row["metric"] == "difference"]
-    sizes = [row["cache_bytes"] for row in rows if (row["method"], row["metric"]) == (OPEN, "nats_per_token")]
+    sizes = [
+        [number(row[key]) for key in _SIZES]
+        for row in rows
+        if (row["method"], row["metric"]) == (OPEN, "nats_per_token")
+    ]
     return (
         f"With memory the text is read better in {verdicts.count('better')} and worse in {verdicts.count('worse')} of "
-        f"{len(verdicts)} bins, by intervals without 0. Its cache holds {number(sizes[0])} bytes after the first bin "
-        f"and {number(sizes[-1])} after the last."
+        f"{len(verdicts)} bins, by intervals without 0. Its cache holds {' + '.join(sizes[0])} bytes (memory state + "
+        f"keys and values) after the first bin and {' + '.join(sizes[-1])} after the last."
     )
 
 
