@@ -117,7 +117,7 @@ def measure(
         seed=config.run.seed,
         tokens=config.data.tokens,
         shared={arm: shared for arm, shared in groups.items() if shared},
-        metrics=[m for m in measured_of.metrics if config.evaluation.answer != "letters" or m != "recall"],
+        metrics=measured_of.metrics_of(config.evaluation.answer),
         pairs=measured_of.pairs,
         chance=1 / facts["candidates"],
         groups=_groups(config, facts),

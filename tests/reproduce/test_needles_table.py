@@ -125,6 +125,15 @@ def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_
     assert "no share" in needles.closed_lines([row], needles.asked_at(16_384), 8192)[1]
 
 
+def test_a_letter_is_not_recalled_and_the_users_number_of_questions_counts_at_every_length() -> None:
+    assert needles.asked_at(1024, answer="letters").metrics == ("candidates", "nats_per_token")
+    assert needles.asked_at(1024).metrics == ("candidates", "recall", "nats_per_token")
+    assert needles.changed_at(4096) == ["data.tokens=4096", "data.test=5", "evaluation.batch=1"]
+    given = ("data.test=7", "training.rounds=2")
+    assert needles.changed_at(4096, given=given) == ["data.tokens=4096", "evaluation.batch=1"]
+    assert needles.asked_at(4096, given=given).changed == ("data.tokens=4096", "evaluation.batch=1")
+
+
 def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -> None:
     """The window moves events in a short prompt only, so that lines stay comparable where they are measured."""
     from fednl.data import task

@@ -12,6 +12,7 @@ from fednl.errors import Interrupted
 from fednl.evaluation.cohort import COHORT
 from fednl.evaluation.measures import TEXT
 from fednl.reproduce import SCALES, TABLES, keeping, mmlu, papers, table_named, traffic, unseen
+from fednl.reproduce.comparison import Answers, Asked
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Published
 from fednl.runs import Run
@@ -163,6 +164,30 @@ def test_a_table_without_lengths_or_facts_says_so(capfd: pytest.CaptureFixture[s
     assert code == 2 and "the table mmlu has no prompt lengths" in err
     code, _, err = called(capfd, "streaming", "--scale", "tiny", "--facts", "8", "--out", str(tmp_path))
     assert code == 2 and "the table streaming has no facts in its prompts; leave it away" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "title", "metrics"),
+    [
+        ("mmlu", "letters", "a letter of four", ("accuracy", "nats_per_token")),
+        ("mmlu", "candidates", "the text of one of four", ("accuracy", "nats_per_token")),
+        ("needles", "letters", "1,024 tokens", ("candidates", "nats_per_token")),
+        ("unseen", "letters", "passkey", ("candidates", "nats_per_token")),
+    ],
+)
+def test_what_is_asked_is_titled_and_measured_by_the_form_of_its_answers(
+    name: str, answer: str, title: str, metrics: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Asked] = []
+
+    def answered(sitting: Sitting, some: list[Asked]) -> list[dict[str, Answers]]:
+        asked.extend(some)
+        return []
+
+    monkeypatch.setattr(f"fednl.reproduce.{name}.answered", answered)
+    place = Sitting(table_named(name), "small", tmp_path, given=(f"evaluation.answer={answer}",))
+    assert list(place.table.work(place)) == []
+    assert (asked[0].title, asked[0].metrics) == (title, metrics)
 
 
 def test_a_table_that_is_just_begun_says_so(tmp_path: Path) -> None:

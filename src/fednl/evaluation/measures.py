@@ -82,6 +82,10 @@ class Measure:
     pairs: tuple[tuple[str, str], ...]
     validates_answers: bool = False
 
+    def metrics_of(self, answer: str) -> tuple[str, ...]:
+        """Its metrics where answers have a form (`evaluation.answer`): a letter is chosen, so nothing is recalled."""
+        return tuple(metric for metric in self.metrics if answer != "letters" or metric != "recall")
+
 
 def _against(first: str, *others: str) -> tuple[tuple[str, str], ...]:
     return tuple((first, other) for other in others)

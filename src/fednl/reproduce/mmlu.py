@@ -1,4 +1,4 @@
-"""The MMLU table: five unlike clients, four choices, a letter is scored. Imports no torch."""
+"""The MMLU table: five unlike clients, four choices, their letters are scored. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ _READING = (
 )
 
 
+_TITLES = {"letters": "a letter of four", "candidates": "the text of one of four"}
+
+
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, asks each the same questions, and gives the table after each."""
-    asked = [Asked("mmlu", "a letter of four", LINES, MMLU.metrics)]
+    answer = sitting.config(FEDNL).evaluation.answer
+    asked = [Asked("mmlu", _TITLES.get(answer, answer), LINES, MMLU.metrics_of(answer))]
     for found in answered(sitting, asked):
         yield written(sitting, asked, found, Shown((papers.MMLU_QWEN, papers.MMLU_LLAMA), _READING))
 

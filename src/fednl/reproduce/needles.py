@@ -12,6 +12,7 @@ from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
 from fednl.reproduce.comparison import Answers, Asked, Shown, answered, comparison_rows, written
+from fednl.reproduce.given import key_of
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.runs import Run
@@ -36,7 +37,7 @@ LINES = (
     Line("full attention, untrained", FEDNL, "full-attention"),
 )
 LONG_TOKENS, LONG_TEST = 2048, 5
-"""Beyond so many tokens there are three lines, and so many questions a client."""
+"""Beyond so many tokens there are three lines, and so many questions a client where none are given."""
 _GROWS = ("full attention",)
 _CLOSED = "candidates", "nats_per_token"
 
@@ -46,25 +47,38 @@ def lines_at(tokens: int, facts: int | None = None) -> tuple[Line, ...]:
     return LINES if tokens <= LONG_TOKENS and facts is None else (OURS, FLOOR, CEILING)
 
 
-def changed_at(tokens: int, facts: int | None = None) -> list[str]:
-    """The settings under which a run answers at a prompt length and another number of facts than the scale's."""
-    longer = [f"data.test={LONG_TEST}", "evaluation.batch=1"] if tokens > LONG_TOKENS else []
+def changed_at(tokens: int, facts: int | None = None, given: Sequence[str] = ()) -> list[str]:
+    """The settings under which a run answers at a prompt length and another number of facts than the scale's.
+
+    Args:
+        tokens: prompt length.
+        facts: how many a prompt hides; None for the scale's.
+        given: settings from the command line, which the fewer questions of long prompts do not replace.
+    """
+    own = set(map(key_of, given))
+    fewer = (f"data.test={LONG_TEST}", "evaluation.batch=1")
+    longer = [one for one in fewer if tokens > LONG_TOKENS and key_of(one) not in own]
     harder = [f"data.events={facts}"] if facts is not None else []
     return [f"data.tokens={tokens}", *harder, *longer]
 
 
-def asked_at(tokens: int, facts: int | None = None) -> Asked:
+def asked_at(tokens: int, facts: int | None = None, given: Sequence[str] = (), answer: str = "candidates") -> Asked:
     """The questions of a prompt length; with `facts` so many of the same kind, one of which is asked for."""
     name, title = f"needles-{tokens}", f"{tokens:,} tokens"
     if facts is not None:
         name, title = f"{name}-facts-{facts}", f"{title}, {facts} facts"
-    changed = tuple(changed_at(tokens, facts))
-    return Asked(name, title, lines_at(tokens, facts), NEEDLES.metrics, changed, tokens)
+    changed = tuple(changed_at(tokens, facts, given))
+    return Asked(name, title, lines_at(tokens, facts), NEEDLES.metrics_of(answer), changed, tokens)
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, measures each at every length, and gives the table after each."""
-    asked = [asked_at(tokens, facts) for facts in sitting.asked_facts or (None,) for tokens in sitting.lengths]
+    answer = sitting.config(FEDNL).evaluation.answer
+    asked = [
+        asked_at(tokens, facts, sitting.given, answer)
+        for facts in sitting.asked_facts or (None,)
+        for tokens in sitting.lengths
+    ]
     for found in answered(sitting, asked):
         reach = context_tokens(Run(sitting.out))
         shown = Shown(

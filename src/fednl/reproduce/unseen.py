@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from fednl.data.needle_clients import CLIENTS
-from fednl.evaluation.measures import NEEDLES, TEXT
+from fednl.evaluation.measures import NEEDLES, TEXT, Measure
 from fednl.reproduce import settings
 from fednl.reproduce.comparison import Answers, Asked, Shown, answered, written
 from fednl.reproduce.sitting import Sitting
@@ -34,7 +34,7 @@ class Federation:
         title: of its column.
         clients: all of them.
         left_out: who is left out in turn.
-        metrics: of its task.
+        measure: what is measured of its task.
         sets: what makes its task.
         usual: its further settings over those of the scale.
         lora: those of its LoRA over these.
@@ -44,14 +44,14 @@ class Federation:
     title: str
     clients: tuple[str, ...]
     left_out: tuple[str, ...]
-    metrics: tuple[str, ...]
+    measure: Measure
     sets: tuple[str, ...] = ()
     usual: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
 
 
 def _needles(clients: tuple[str, ...], left_out: tuple[str, ...], lora: tuple[str, ...] = ()) -> Federation:
-    return Federation("unseen", "needles", clients, left_out, NEEDLES.metrics, lora=lora)
+    return Federation("unseen", "needles", clients, left_out, NEEDLES, lora=lora)
 
 
 def _texts(
@@ -59,7 +59,7 @@ def _texts(
 ) -> Federation:
     names = tuple(PurePath(source).stem for source in sources)
     own = ("data.task=text", f"text.sources={json.dumps(sources)}", f"data.clients={len(sources)}")
-    return Federation("unseen-text", "texts", names, left_out, TEXT.metrics, own, usual, lora)
+    return Federation("unseen-text", "texts", names, left_out, TEXT, own, usual, lora)
 
 
 _SLOW = ("training.local-lr=3e-3",)
@@ -113,10 +113,11 @@ def _held_out(clients: Sequence[str]) -> str:
     return f"data.hold-out-clients={json.dumps(list(clients))}"
 
 
-def asked_of(federation: Federation) -> list[Asked]:
-    """The questions of every client that is left out, in turn."""
+def asked_of(federation: Federation, answer: str = "candidates") -> list[Asked]:
+    """The questions of every client that is left out, in turn; `answer` is the form of the answers."""
+    metrics = federation.measure.metrics_of(answer)
     return [
-        Asked(client, client, lines_of(federation, client), federation.metrics, (f'evaluation.clients=["{client}"]',))
+        Asked(client, client, lines_of(federation, client), metrics, (f'evaluation.clients=["{client}"]',))
         for client in federation.left_out
     ]
 
@@ -124,9 +125,15 @@ def asked_of(federation: Federation) -> list[Asked]:
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains without each client in turn, asks it, and gives the table after each step."""
     federations = FEDERATIONS[sitting.scale]
-    parts = {one.name: asked_of(one) for one in federations}
+    answer = sitting.config(sitting.methods[0]).evaluation.answer
+    parts = {one.name: asked_of(one, answer) for one in federations}
     whole = [
-        Asked(one.name, one.title, tuple(line for part in parts[one.name] for line in part.lines), one.metrics)
+        Asked(
+            one.name,
+            one.title,
+            tuple(line for part in parts[one.name] for line in part.lines),
+            one.measure.metrics_of(answer),
+        )
         for one in federations
     ]
     joint: dict[str, Answers] = {one.name: {} for one in federations}
