@@ -155,3 +155,10 @@ def test_a_row_that_is_no_object_is_damage(run: Run) -> None:
     (run.path / "rounds.jsonl").write_text('{"round": 1}\n3\n')
     with pytest.raises(CheckpointError, match="line 2"):
         run.read_jsonl("rounds.jsonl")
+
+
+def test_another_programs_file_is_not_called_another_versions(run: Run) -> None:
+    for content, told in (('{"model_type": "llama"}', "fednl did not write it"), ('{"format": 9}', "another version")):
+        (run.path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=told):
+            run.read_json("config.json")

@@ -162,7 +162,9 @@ class Run:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
         except ValueError:
             raise CheckpointError(f"{path} is not valid JSON: restore it from a copy.") from None
-        if not isinstance(obj, dict) or obj.get("format") != FORMAT:
+        if not isinstance(obj, dict) or "format" not in obj:
+            raise CheckpointError(f'{path} has no "format", so fednl did not write it: name a folder that it made.')
+        if obj["format"] != FORMAT:
             raise CheckpointError(f"{path} has no format = {FORMAT}: it was written by another version of fednl.")
         del obj["format"]
         return obj
