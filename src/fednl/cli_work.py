@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_DIGITS, _SHOWN = 9, 60
+
 
 def starting(file: Path, overrides: Sequence[str], out: Path | None) -> tuple[Path, Callable[[Any], object]]:
     """A new run: its folder, and the work."""
@@ -77,9 +79,11 @@ def _numbers(option: str, text: str, usual: Sequence[int], table: str, has: str,
     if text and not usual:
         raise SettingsError(f"{option} {text}: the table {table} has no {has}; leave it away.")
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    counts = all(part.isascii() and part.isdigit() and len(part) <= _DIGITS and int(part) for part in parts)
+    if text and not (parts and counts):
         numbers = ",".join(map(str, (*usual, 2 * max(usual))))
-        raise SettingsError(f"{option} {text}: write {what} with commas between, for example {numbers}.")
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise SettingsError(f"{option} {shown}: write {what} with commas between, for example {numbers}.")
     return tuple(sorted({int(part) for part in parts}))
 
 

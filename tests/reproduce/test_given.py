@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fednl import cli
 from fednl.config import Config
-from fednl.errors import SettingsError
-from fednl.reproduce import ablation, mmlu, needles, page, table_named
+from fednl.errors import FednlError, SettingsError
+from fednl.reproduce import ablation, mmlu, needles, page, table_named, traffic
 from fednl.reproduce.given import kept_own
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Method, Scale
@@ -88,3 +89,45 @@ def test_what_a_run_sets_is_told_as_it_was_run(tmp_path: Path) -> None:
 
 def test_at_every_length_the_runs_are_those_of_the_table() -> None:
     assert set(needles.lines_at(16_384)) < set(table_named("needles").lines("small"))
+
+
+def test_a_pages_command_tells_nobodys_folders(tmp_path: Path) -> None:
+    given = (f"mmlu.source={tmp_path}/questions.jsonl", 'text.sources=["~/mine.txt", "bbc-news/tech"]', "run.seed=1")
+    sitting = Sitting(table_named("mmlu"), "small", tmp_path / "mine", given=given)
+    assert sitting.command == (
+        """fednl reproduce mmlu --scale small --set 'mmlu.source=".../questions.jsonl"' """
+        """--set 'text.sources=[".../mine.txt", "bbc-news/tech"]' --set run.seed=1 --out .../mine"""
+    )
+    usual = Sitting(table_named("mmlu"), "small", Path("runs/reproduce-mmlu-small"))
+    assert usual.command == "fednl reproduce mmlu --scale small --out runs/reproduce-mmlu-small"
+
+
+@pytest.mark.parametrize("table", ["needles", "mmlu", "ifed-icl", "unseen", "ablation"])
+def test_a_table_of_answers_needs_questions(table: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=rf"\[data\] test = 0, but the table {table} is made of answers"):
+        Sitting(table_named(table), "small", tmp_path, given=("data.test=0",)).whole()
+
+
+def test_a_file_is_no_folder_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"--out .*file is a file: name a folder"):
+        Sitting(table_named("mmlu"), "tiny", tmp_path / "file").whole()
+    with pytest.raises(FednlError, match=r"cannot write .*inner"):
+        Sitting(table_named("mmlu"), "tiny", tmp_path / "file" / "inner").whole()
+
+
+@pytest.mark.parametrize("lengths", [",", " ", "1" * 5000, "0", "-5", "1k", "512,,x"])
+def test_lengths_that_are_no_numbers_are_refused(lengths: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["reproduce", "needles", "--scale", "tiny", "--lengths", lengths])
+    shown = capfd.readouterr().err
+    assert left.value.code == 2 and "write prompt tokens with commas between" in " ".join(shown.split())
+    assert len(shown) < 400
+
+
+def test_a_single_round_has_no_last_one() -> None:
+    first, second = ({"clients": [{"up_bytes": size, "down_bytes": 1}]} for size in (514, 2))
+    told = {row["when"]: row["value"] for row in traffic.message_rows("", [first]) if row["metric"] == "up_bytes"}
+    assert told == {"first round": 514, "in all": 514}
+    told = {r["when"]: r["value"] for r in traffic.message_rows("", [first, second]) if r["metric"] == "up_bytes"}
+    assert told == {"first round": 514, "last round": 2, "in all": 516}

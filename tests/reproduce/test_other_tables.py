@@ -143,7 +143,8 @@ def test_the_command_prints_the_table_and_writes_it(
 ) -> None:
     code, out, _ = called(capfd, "mmlu", "--scale", "tiny", "--out", str(folders["mmlu"]))
     assert code == 0 and out == (folders["mmlu"] / "report.md").read_text()
-    assert f"`fednl reproduce mmlu --scale tiny --out {folders['mmlu']}`" in out
+    assert f"`fednl reproduce mmlu --scale tiny --out .../{folders['mmlu'].name}`" in out
+    assert not [path for path in folders["mmlu"].rglob("*.md") if str(folders["mmlu"]) in path.read_text()]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), Interrupted("Stopped; go on with `fednl train --resume x`.")])

@@ -29,9 +29,9 @@ def head(sitting: Sitting) -> str:
     table = sitting.table
     text = (
         f"# {table.name}, scale {sitting.scale}\n\n{table.about}\n\nScale: {sitting.size.about}. Made by "
-        f"`{sitting.command}`; the same command goes on with what is missing. Columns headed "
-        f'"{MEASURED}" hold numbers of the runs in this folder, columns headed "{REPORTED}" what the paper prints of '
-        "other models and other data: they stand beside each other, and nothing is computed of both."
+        f"`{sitting.command}` (`...` is a folder of whoever gave it); the same command goes on with what is missing. "
+        f'Columns headed "{MEASURED}" hold numbers of the runs in this folder, columns headed "{REPORTED}" what the '
+        "paper prints of other models and other data: they stand beside each other, and nothing is computed of both."
     )
     return "\n\n".join([text, *kept_own(sitting.given, sitting.methods)])
 

@@ -11,7 +11,8 @@ from typing import Any
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
-from fednl.reproduce.given import check_given, reaching
+from fednl.files import writing
+from fednl.reproduce.given import check_given, path_told, reaching, without_folders
 from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.reproduce.tiny import tiny_settings
@@ -74,7 +75,15 @@ class Sitting:
             method: the method.
             arms: names in `fednl.arms.VIEWS`.
             changed: settings under which it answers, where they are not the run's own, as for `fednl eval --set`.
+
+        Raises:
+            SettingsError: there are no questions.
         """
+        if not self.config(method).data.test:
+            raise SettingsError(
+                f"[data] test = 0, but the table {self.table.name} is made of answers to test questions: set it to 1 "
+                "or more."
+            )
         return answers(self.run(method), arms, changed, self._telling(method))
 
     def numbers_shared(self, lines: Sequence[Line]) -> dict[Method, int | None]:
@@ -84,11 +93,12 @@ class Sitting:
 
     @property
     def command(self) -> str:
-        """The command line that does this, and goes on with it."""
+        """The command line that does this, and goes on with it, without the user's own folders."""
         numbers = (("--lengths", self.asked_lengths), ("--facts", self.asked_facts))
         asked = [word for option, own in numbers if own for word in (option, ",".join(map(str, own)))]
-        sets = [word for one in self.given for word in ("--set", one)]
-        words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *asked, *sets, "--out", str(self.out)]
+        sets = [word for one in self.given for word in ("--set", without_folders(one))]
+        out = ["--out", path_told(self.out)]
+        words = ["fednl", "reproduce", self.table.name, "--scale", self.scale, *asked, *sets, *out]
         return shlex.join(words)
 
     @property
@@ -100,11 +110,15 @@ class Sitting:
         """Does what is missing, writes the table after every step, and gives the whole one.
 
         Raises:
-            SettingsError: the folder is itself a run's, a run in it has other settings, or what was given is wrong
-                or would give a run another's name.
-            FednlError: as `fednl.training.train`, `resume` and `evaluate`.
+            SettingsError: the folder is a file or itself a run's, a run in it has other settings, or what was given is
+                wrong or would give a run another's name.
+            FednlError: the folder cannot be made, or as `fednl.training.train`, `resume` and `evaluate`.
             Interrupted: Ctrl-C; the same goes on.
         """
+        if self.out.exists() and not self.out.is_dir():
+            raise SettingsError(f"--out {self.out} is a file: name a folder, for a table's runs and report.")
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
         if (self.out / "config.json").exists():
             raise SettingsError(
                 f"--out {self.out} is the folder of a run: name another, for a table's runs and report."

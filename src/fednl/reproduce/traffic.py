@@ -58,7 +58,9 @@ def work(sitting: Sitting) -> Iterator[Page]:
 
 
 def message_rows(name: str, rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Makes a row of a line's first round, of its last one, and of all together; in each n messages are counted.
+    """Makes a row of a line's first round, of its last one where there are two, and of all together.
+
+    In each n messages are counted.
 
     Args:
         name: the line.
@@ -67,7 +69,8 @@ def message_rows(name: str, rounds: Sequence[Mapping[str, Any]]) -> list[dict[st
     made = []
     for metric in ("up_bytes", "down_bytes"):
         sizes = [[one[metric] for one in row.get("clients", []) if metric in one] for row in rounds]
-        for when, part in (("first round", sizes[0]), ("last round", sizes[-1])):
+        # Of one round there is no further one: IFed-ICL's first is not what its others cost.
+        for when, part in (("first round", sizes[0]), ("last round", sizes[-1] if len(sizes) > 1 else [])):
             if part:
                 row: dict[str, Any] = {"method": name, "metric": metric, "when": when, "n": len(part)}
                 made.append(row | {"value": sum(part) / len(part), "least": min(part), "most": max(part)})
