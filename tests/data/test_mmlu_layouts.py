@@ -1,0 +1,104 @@
+"""Copies of MMLU as the hub and its authors lay it out, and that each named split is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fednl.data.questions import read_questions
+from fednl.errors import SettingsError
+
+SPLITS = {"test": 4, "validation": 2, "dev": 1}
+SUBJECTS = ("abstract_algebra", "anatomy")
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def parquet(file: Path, split: str, subjects: tuple[str, ...]) -> None:
+    import datasets
+
+    kinds = {"question": datasets.Value("string"), "subject": datasets.Value("string")}
+    kinds |= {"choices": datasets.Sequence(datasets.Value("string")), "answer": datasets.ClassLabel(names=list("ABCD"))}
+    numbered = [(subject, number) for subject in subjects for number in range(SPLITS[split])]
+    columns = {
+        "question": [f"{split} question {number} of {subject}" for subject, number in numbered],
+        "subject": [subject for subject, _ in numbered],
+        "choices": [list("abcd")] * len(numbered),
+        "answer": [number % 4 for _, number in numbered],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).to_parquet(file)
+
+
+def copy(folder: Path, *, card: bool = True, whole: bool = True) -> Path:
+    """A repository with a card, a folder for each subject, and one for all of them."""
+    held = {subject: (subject,) for subject in SUBJECTS} | ({"all": SUBJECTS} if whole else {})
+    lines = ["---", "configs:"]
+    for name, subjects in held.items():
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split in SPLITS:
+            parquet(folder / name / f"{split}-00000-of-00001.parquet", split, subjects)
+            lines += [f"  - split: {split}", f"    path: {name}/{split}-*"]
+    if card:
+        (folder / "README.md").write_text("\n".join([*lines, "---", "# MMLU", ""]), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("card", "whole"), [(True, True), (False, True), (False, False)])
+def test_a_copy_of_the_hubs_files_is_read_by_split(tmp_path: Path, card: bool, whole: bool) -> None:
+    source = str(copy(tmp_path / "copy", card=card, whole=whole))
+    for splits in (["test"], ["dev"], ["validation"], ["test", "validation", "dev"]):
+        found = read_questions(source, splits)
+        assert len(found) == 2 * sum(SPLITS[split] for split in splits)
+        assert {(one.split, one.question.split()[0]) for one in found} == {(split, split) for split in splits}
+        assert {one.subject for one in found} == set(SUBJECTS)
+
+
+def test_one_folder_of_a_copy_is_a_source_too(tmp_path: Path) -> None:
+    source = copy(tmp_path / "copy") / "anatomy"
+    found = read_questions(str(source), ["test", "dev"])
+    assert len(found) == 5 and {one.subject for one in found} == {"anatomy"}
+    assert found[0].where == "anatomy/test-00000-of-00001.parquet, row 1" and [one.gold for one in found[:3]] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def original(folder: Path) -> Path:
+    """Its authors' files, whose validation questions are in `val`."""
+    for split in ("test", "val", "dev"):
+        (folder / split).mkdir(parents=True)
+        (folder / split / f"anatomy_{split}.csv").write_text(f"What is {split}?,a,b,c,d,A\n", encoding="utf-8")
+    return folder
+
+
+def test_the_original_val_is_validation(tmp_path: Path) -> None:
+    source = str(original(tmp_path / "data"))
+    for name in ("val", "validation"):
+        assert [(one.question, one.subject) for one in read_questions(source, [name])] == [("What is val?", "anatomy")]
+    assert len(read_questions(source, ["test", "validation"])) == 2
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+@pytest.mark.parametrize("splits", [["trian"], ["test", "trian"]])
+def test_a_split_that_the_source_lacks_is_told(tmp_path: Path, kind: str, splits: list[str]) -> None:
+    if kind == "csv":
+        source = original(tmp_path / "data")
+    elif kind == "parquet":
+        source = copy(tmp_path / "data")
+    else:
+        source = tmp_path / "data.jsonl"
+        same = {"choices": list("abcd"), "answer": 0, "subject": "anatomy"}
+        rows = [{"question": f"What is {name}?", "split": name} | same for name in ("dev", "test", "a private note")]
+        source.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    with pytest.raises(SettingsError, match=r'mmlu\.splits names "trian", and .* choose from: dev, test') as error:
+        read_questions(str(source), splits)
+    assert "private" not in str(error.value)
