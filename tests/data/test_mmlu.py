@@ -232,7 +232,13 @@ def test_jsonl_of_the_same_shape(tmp_path: Path) -> None:
         (row(0, "anatomy", answer=4), "line 2: .*index from 0 to 3"),
         (row(0, "anatomy", answer=True), "index from 0 to 3"),
         (row(0, "anatomy", choices=["a", "b", "c"]), "four texts"),
-        (row(0, "anatomy", choices=["a", "b", "c", ""]), "four texts"),
+        *(
+            (row(0, "anatomy", choices=["a", "b", "c", wrong]), "four texts, none empty")
+            for wrong in ("", " ", None, ["d"], 4)
+        ),
+        (row(0, "anatomy", choices=["a", "a ", "a", "a"]), "line 2: .*all the same"),
+        (row(0, "anatomy", answer=1), r"line 2: the same question .* another answer in .*q\.jsonl, line 1"),
+        (row(0, " "), '"question" and "subject"'),
         (row(0, "anatomy", question=" "), '"question" and "subject"'),
         (row(0, ""), '"question" and "subject"'),
         ([1, 2], "something else than an object"),

@@ -58,7 +58,12 @@ def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
     for one in _read(path, source, splits):
         held.add(one.split)
         if not one.split or one.split in splits:
-            found.setdefault((one.question, *one.choices), one)
+            first = found.setdefault((one.question, *one.choices), one)
+            if first.gold != one.gold:
+                raise DataError(
+                    f"{one.where}: the same question with the same choices has another answer in {first.where}; mend "
+                    "or remove one of the two rows."
+                )
     if held and "" not in held:
         _refuse_missing(splits, held, source)
     if not found:
@@ -167,13 +172,18 @@ def _hub_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]
 def _checked(row: Mapping[str, Any], where: str, split: str) -> Question:
     subject, question = row.get("subject", row.get("topic")), row.get("question")
     choices, answer = row.get("choices"), row.get("answer")
-    if not isinstance(question, str) or not question.strip() or not isinstance(subject, str) or not subject:
+    if not all(isinstance(text, str) and text.strip() for text in (question, subject)):
         raise DataError(f'{where}: a question needs "question" and "subject" as text; mend or remove the row.')
-    if not isinstance(choices, list | tuple) or len(choices) != len(LETTERS) or not all(map(str, choices)):
+    if not isinstance(choices, list | tuple) or len(choices) != len(LETTERS):
         raise DataError(f'{where}: "choices" must be four texts; mend or remove the row.')
+    if not all(isinstance(text, str) and text.strip() for text in choices):
+        raise DataError(
+            f'{where}: "choices" must be four texts, none empty, numbers in quotes; mend or remove the row.'
+        )
+    choices = tuple(text.strip() for text in choices)
+    if len(set(choices)) == 1:  # MMLU itself has questions with two or three equal choices
+        raise DataError(f'{where}: "choices" are all the same; mend or remove the row.')
     gold = LETTERS.index(answer) if answer in LETTERS else answer
     if type(gold) is not int or not 0 <= gold < len(LETTERS):
         raise DataError(f'{where}: "answer" must be an index from 0 to 3 or a letter from A to D; mend the row.')
-    return Question(
-        subject.replace(" ", "_"), question.strip(), tuple(str(c).strip() for c in choices), gold, split, where
-    )
+    return Question(str(subject).strip().replace(" ", "_"), str(question).strip(), choices, gold, split, where)
