@@ -23,6 +23,13 @@ from fednl.data.settings import DataSettings
 from fednl.errors import DataError, FednlError, SettingsError
 from small_run import byte_tokenizer
 
+UNREADABLE = [
+    '{"question": "half a pair: \\ud83d?"}',
+    "[" * 100_000,
+    '{"answer": ' + "1" * 6000 + "}",
+    '{"a": ',
+    "null",
+]
 SUBJECTS = {"law": ["jurisprudence"], "math": ["abstract_algebra", "college_mathematics"]}
 
 
@@ -249,6 +256,17 @@ def test_a_bad_row_is_named_and_not_shown(tmp_path: Path, bad: Any, words: str) 
     with pytest.raises(DataError, match=words) as error:
         read_questions(source, ["test"])
     assert "What is" not in str(error.value)
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_json_that_cannot_be_read_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(row(0, "anatomy")) + "\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"q\.jsonl, line 2, .*mend it"):
+        read_questions(str(file), ["test"])
+    file.write_text(f'{{"clients": {line}}}', encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"mmlu\.groups = .* is not a JSON file"):
+        read_groups(str(file))
 
 
 def test_what_cannot_be_is_refused(source: str, groups: str, tokenizer: Tokenizer, tmp_path: Path) -> None:

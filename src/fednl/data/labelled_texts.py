@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fednl.data.packaged_texts import PACKAGED_TEXTS, fetch_texts
-from fednl.data.text_files import read_utf8
+from fednl.data.text_files import read_json, read_utf8
 from fednl.errors import DataError, SettingsError
 
 _TABLES = {".csv": ",", ".tsv": "\t"}
@@ -125,10 +124,7 @@ def _json_rows(content: str, whole: bool, source: str) -> Iterator[Mapping[str, 
         if not line.strip():
             continue
         where = source if whole else f"{source}, line {number},"
-        try:
-            value = json.loads(line, object_pairs_hook=once)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where} is not JSON ({error.msg}); mend it.") from None
+        value = read_json(line, where, once)
         for row in value if whole and isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 raise DataError(f"{where} holds something else than an object with columns; mend it.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
+from fednl.data.text_files import read_json, read_utf8
 from fednl.errors import DataError, SettingsError
 from fednl.section import Section
 from fednl.seeding import python_rng
@@ -136,9 +136,9 @@ def read_groups(name: str) -> dict[str, list[str]]:
     """
     path = GROUPS if name == PAPER else Path(name).expanduser()
     try:
-        clients = json.loads(path.read_text(encoding="utf-8-sig"))["clients"]
+        clients = read_json(read_utf8(path, name), name)["clients"]
         groups = {str(client): [str(subject) for subject in held] for client, held in clients.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (DataError, KeyError, TypeError, AttributeError):
         raise SettingsError(
             f'mmlu.groups = "{name}" is not a JSON file of {{"clients": {{NAME: [SUBJECT, ...]}}}}; mend it, or set it '
             f'to "{PAPER}".'

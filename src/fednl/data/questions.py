@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from fednl.data.examples import LETTERS
 from fednl.data.packaged_questions import PACKAGED, fetch_questions
-from fednl.data.text_files import read_utf8
+from fednl.data.text_files import read_json, read_utf8
 from fednl.errors import DataError, SettingsError
 
 
@@ -116,13 +115,12 @@ def _json_rows(path: Path, source: str) -> Iterator[tuple[Mapping[str, Any], str
         raise SettingsError(f'mmlu.source is "{source}", which is not a file; check the name.')
     for number, line in enumerate(read_utf8(path, source).split("\n"), 1):
         where = f"{source}, line {number}"
-        try:
-            row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}, is not JSON ({error.msg}); mend it.") from None
+        if not line.strip():
+            continue
+        row = read_json(line, f"{where},")
         if isinstance(row, dict):
             yield row, where
-        elif row is not None:
+        else:
             raise DataError(f"{where}, holds something else than an object; mend it.")
 
 
