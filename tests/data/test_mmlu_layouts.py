@@ -87,6 +87,13 @@ def test_the_original_val_is_validation(tmp_path: Path) -> None:
     assert len(read_questions(source, ["test", "validation"])) == 2
 
 
+def test_blank_lines_are_no_questions(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "anatomy_test.csv").write_bytes(b"one?,a,b,c,d,A\r\n\r\ntwo?,a,b,c,d,B\r\n\r\n")
+    found = read_questions(str(tmp_path), ["test"])
+    assert [(one.question, one.where[-5:]) for one in found] == [("one?", "row 1"), ("two?", "row 3")]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
 @pytest.mark.parametrize("splits", [["trian"], ["test", "trian"]])
 def test_a_split_that_the_source_lacks_is_told(tmp_path: Path, kind: str, splits: list[str]) -> None:

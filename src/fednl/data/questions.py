@@ -134,6 +134,8 @@ def _table(path: Path, split: str, source: str) -> Iterator[Question]:
     reader = csv.reader(io.StringIO(read_utf8(path, path.name), newline=""))
     try:
         for number, fields in enumerate(reader, 1):
+            if not fields:  # a blank line
+                continue
             if len(fields) != 6:
                 raise DataError(f"{path.name}, row {number}, has {len(fields)} fields where MMLU has 6; mend it.")
             row = {"question": fields[0], "choices": fields[1:5], "answer": fields[5], "subject": subject}
