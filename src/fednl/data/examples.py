@@ -71,7 +71,7 @@ class NeedleExample:
         prompt_ids: haystack and question, exactly `data.tokens` long, ending with `Answer:`.
         question_start: first token of the question.
         candidates: four distinct answers.
-        candidate_ids: their tokens as they continue the prompt (each encoded with a leading space).
+        candidate_ids: their tokens as they continue the prompt (each encoded with the question and a space).
         gold: index of the right candidate.
         events: the needles in the order of their positions.
         queried: index of the event asked for; where the answer needs all of them, the last.
@@ -193,8 +193,16 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
+def shared_tokens(rows: Sequence[Sequence[int]]) -> int:
+    """How many first tokens all rows have in common."""
+    shortest = min(map(len, rows))
+    return next((i for i in range(shortest) if len({row[i] for row in rows}) > 1), shortest)
+
+
 def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str, further: int = 0) -> list[Encoded]:
     """Encodes events, questions and answers in the wanted answer format.
+
+    An answer is encoded together with its question, so that it gets no token that it would not have in the text.
 
     Args:
         needles: what the examples are about.
@@ -209,19 +217,28 @@ def encode_needles(needles: Sequence[Needle], tokenizer: Tokenizer, answer: str,
     answers = [LETTERS if answer == "letters" else needle.candidates for needle in needles]
     for needle, options in zip(needles, answers, strict=True):
         texts += [f" {event}" for event in needle.events]
-        texts += [_question(needle, answer)]
-        texts += [f" {option}" for option in options]
+        texts += _answered(_question(needle, answer), options)
         for asked, text in needle.further[:further]:
-            texts += [f"{asked} Answer:", f" {text}"]
+            texts += _answered(f"{asked} Answer:", [text])
     ids = iter(encode_texts(tokenizer, texts))
     encoded = []
     for needle, options in zip(needles, answers, strict=True):
         events = tuple(tuple(next(ids)) for _ in needle.events)
-        question = tuple(next(ids))
-        candidate_ids = tuple(tuple(next(ids)) for _ in options)
-        more = tuple((tuple(next(ids)), tuple(next(ids))) for _ in needle.further[:further])
+        question, candidate_ids = _parted([next(ids) for _ in range(1 + len(options))])
+        pairs = [_parted([next(ids), next(ids)]) for _ in needle.further[:further]]
+        more = tuple((asked, answered) for asked, (answered,) in pairs)
         encoded.append(Encoded(needle, events, question, tuple(options), candidate_ids, more))
     return encoded
+
+
+def _answered(question: str, answers: Sequence[str]) -> list[str]:
+    return [question, *(f"{question} {answer}" for answer in answers)]
+
+
+def _parted(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """A question's tokens as far as its answers leave them, and each answer's."""
+    shared = shared_tokens(rows)
+    return tuple(rows[0][:shared]), tuple(tuple(row[shared:]) for row in rows[1:])
 
 
 def _question(needle: Needle, answer: str) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from fednl.data.client_checks import check_clients
-from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts
+from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts, shared_tokens
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
@@ -206,7 +206,7 @@ class _Prompts:
             rows = encoded[place * 5 : place * 5 + 5]
             # Letters and texts are tokenised together with the prompt, so that none gets a token it would not have.
             # What all letters begin with (a space, where that is a token of its own) is read with the prompt: one pass.
-            shared = _shared(rows[1:] if self._letters else rows)
+            shared = shared_tokens(rows[1:] if self._letters else rows)
             if shared <= self._tokens:
                 ids = tuple(tuple(row[shared:]) for row in rows[1:])
                 made.append(
@@ -223,9 +223,3 @@ class _Prompts:
 
     def _answers(self, one: Question) -> tuple[str, ...]:
         return LETTERS if self._letters else one.choices
-
-
-def _shared(rows: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all rows have in common."""
-    shortest = min(map(len, rows))
-    return next((i for i in range(shortest) if len({row[i] for row in rows}) > 1), shortest)
