@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from fednl.data.examples import Tokenizer
 from fednl.data.ruler import RULER_TASKS, RulerExample, build_ruler
-from fednl.data.ruler_lists import frequent_words
+from fednl.data.ruler_lists import _vocabulary, frequent_words
 from fednl.data.ruler_text import word_pairs
 from fednl.errors import DataError, SettingsError
 from fednl.seeding import python_rng
@@ -51,6 +51,28 @@ def test_a_prompt_is_as_long_as_its_budget_allows_and_never_longer(name: str, to
         assert example.prompt_ids == tuple(tokenizer([example.prompt], add_special_tokens=False)["input_ids"][0])
     assert total(example) > TOKENS - LINE.get(name, 60)
     assert total(example) >= 0.95 * TOKENS
+
+
+class Pieces:
+    """Some five letters, a digit or a sign a token, as of word pieces."""
+
+    all_special_ids: list[int] = []  # noqa: RUF012
+
+    def __call__(self, texts: list[str], **named: object) -> dict[str, list[list[int]]]:
+        pieces = re.compile(r"\d| ?[A-Za-z]{1,5}|\s|[^\sA-Za-z\d]")
+        return {"input_ids": [[len(piece) for piece in pieces.findall(text)] for text in texts]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_short_prompt_fills_95_percent_or_all_but_a_needle(name: str) -> None:
+    pieces = Pieces()
+    for tokens in (512, 1024, 2048):
+        if tokens < int(refused(name, pieces, 1)):
+            continue
+        for example in build_ruler(name, 3, tokens, pieces, 0):
+            lines = [f"{line}\n" for line in example.prompt.split("\n") if line.startswith("One of the special")]
+            needle = max((len(ids) for ids in pieces(lines)["input_ids"]), default=0) if name in LINE else 0
+            assert total(example) <= tokens and tokens - total(example) <= max(0.05 * tokens, needle)
 
 
 def refused(name: str, tokenizer: Tokenizer, tokens: int) -> str:
@@ -144,7 +166,17 @@ def test_a_chain_is_followed_to_all_its_names(tokenizer: Tokenizer) -> None:
     assert tuple(names) == example.answers and len(set(names)) == 5
     # The worked example has shorter names, its own value, and its answer.
     worked = example.prompt[: -len(text)]
-    assert re.search(r"they are: ([A-Z]{3} ){4}[A-Z]{3}\n\n$", worked)
+    assert re.search(r"they are:  ([A-Z]{3} ){4}[A-Z]{3}\n\n$", worked)
+    # Lines as RULER's code joins them: a space ends those of two names; only the haystack's last may be part of one.
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    for part, letters in ((worked, 3), (text, 5)):
+        lines = part.partition("\n\n")[2].partition("\nQuestion: ")[0].split("\n")
+        own = [line for line in lines if line.startswith("VAR ")]
+        assert sorted(line.count("VAR") for line in own) == [1, 2, 2, 2, 2]
+        assert all(re.fullmatch(r"VAR [A-Z]+ = (\d{5}|VAR [A-Z]+ )", line) for line in own)
+        assert {len(line.split()[1]) for line in own} == {letters}
+        others = [line for line in lines if line not in own]
+        assert set(others[:-1] if part is text else others) == {noise} and noise.startswith(others[-1])
 
 
 @pytest.mark.parametrize(("tokens", "often", "seldom"), [(3900, 6, 1), (12_000, 30, 3)])
@@ -160,11 +192,20 @@ def test_the_ten_common_words_are_the_ones_asked_for(
     assert not any(word != other and word in other for word in counts for other in counts)
 
 
-def test_more_words_than_there_are_become_pairs_and_then_threes() -> None:
+def test_more_pairs_than_there_are_become_threes() -> None:
     rng = python_rng(0, "words")
-    for count, parts in ((100, 2), (3000, 3)):
+    for count, parts in ((100, {2: 100}), (3000, {2: 2304, 3: 696})):
         drawn = word_pairs(rng, count)
-        assert len(set(drawn)) == count and {word.count("-") + 1 for word in drawn} == {parts}
+        assert len(set(drawn)) == count and Counter(word.count("-") + 1 for word in drawn) == parts
+        assert all("\n".join(drawn).count(word) == 1 for word in drawn[:100])
+
+
+def test_more_words_than_plain_ones_are_joined_ones_and_none_is_part_of_another() -> None:
+    rng = python_rng(0, "words")
+    for count, most in ((136, 1), (137, 2), (1500, 2), (20_000, 4)):
+        drawn = _vocabulary(rng, count)
+        assert len(set(drawn)) == count and max(word.count("-") + 1 for word in drawn) == most
+        assert all("\n".join(drawn).count(word) == 1 for word in sorted(drawn, key=len)[:40] + drawn[:40])
 
 
 def test_the_three_frequent_words_are_unique_at_every_size(tokenizer: Tokenizer) -> None:

@@ -2,7 +2,9 @@
 
 Eight needle tasks (`niah_*`), variable tracking (`vt`), common words (`cwe`) and frequent words (`fwe`). Nothing is
 downloaded: where RULER takes essays, the haystack is a filler of ours or the user's own text, and words are from
-`fednl.data.words`. A prompt is as long as its budget allows, to within one line, sentence or word of the haystack.
+`fednl.data.words`. A prompt is as long as its budget allows, to within one unit of its haystack: a word, a sentence of
+filler, or in `niah_multikey_2` and `niah_multikey_3` a needle, of some 25 and 75 tokens. So it fills 95% of a budget of
+twenty units or more (in those two 500 and 1,500 tokens), and of a smaller one all but one unit.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise, permutations, product
 
 from fednl.data import words
-from fednl.data.ruler_text import Draft, noise, word_pairs
+from fednl.data.ruler_text import NOISE, Draft, noise
 
 HOPS = 4
 COMMON = 10
@@ -38,8 +38,9 @@ _FWE = (
     "three most frequently appeared words in the above coded text?"
 )
 _FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
-_WORKED_NOISE = 75
+_WORKED_LINES = 15
 _WORKED_SHARE = 8
+_INNER = 8
 
 
 def variable_tracking(rng: random.Random, units: int, tokens: int, prose: Sequence[str]) -> Draft:
@@ -48,15 +49,18 @@ def variable_tracking(rng: random.Random, units: int, tokens: int, prose: Sequen
     Args:
         rng: draws names, value and places.
         units: filler sentences.
-        tokens: the budget; the worked example's filler is that of RULER, or an eighth of what the budget holds.
+        tokens: the budget; the worked example's filler is 15 lines (RULER has 10 or 15, by tokenizer), or as many as
+            fill an eighth of the budget.
         prose: not used.
 
-    Source: arXiv 2404.06654, tables 2, 5 and 8; the shorter worked example for short budgets is ours.
+    Source: arXiv 2404.06654, tables 2, 5 and 8, and its public code, down to the space that ends a line of two names
+        and the two before the worked answer. Ours: the shorter worked example for short budgets, and that links may
+        stand together or last.
     """
     sentence_tokens = 6
-    worked = min(_WORKED_NOISE, tokens // (_WORKED_SHARE * sentence_tokens))
+    worked = len(NOISE) * min(_WORKED_LINES, tokens // (_WORKED_SHARE * sentence_tokens * len(NOISE)))
     text, names, _, _ = _chain(rng, worked, letters=3)
-    example = f"{text}{' '.join(names)}\n\n"
+    example = f"{text} {' '.join(names)}\n\n"
     text, names, value, depths = _chain(rng, units, letters=5)
     return Draft(example + text, tuple(names), depths, (f"= {value}",))
 
@@ -68,10 +72,10 @@ def _chain(rng: random.Random, units: int, letters: int) -> tuple[str, list[str]
         name = "".join(rng.choices(string.ascii_uppercase, k=letters))
         names += [] if name in names else [name]
     value = str(rng.randrange(10_000, 100_000))
-    chain = [f"VAR {names[0]} = {value}"] + [f"VAR {new} = VAR {old}" for old, new in pairwise(names)]
+    links = [f"VAR {names[0]} = {value}"] + [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
     lines = noise(units)
-    places = sorted(rng.sample(range(len(lines) + len(chain)), len(chain)))
-    for place, assignment in zip(places, chain, strict=True):
+    places = sorted(rng.sample(range(len(lines) + len(links)), len(links)))
+    for place, assignment in zip(places, links, strict=True):
         lines.insert(place, assignment)
     depths = tuple(place / max(1, len(lines) - 1) for place in places)  # in lines, which are of one length
     facts = {"context": "\n".join(lines), "value": value, "count": len(names)}
@@ -107,9 +111,21 @@ def _numbered(rng: random.Random, vocabulary: Sequence[str], often: int, seldom:
 
 
 def _vocabulary(rng: random.Random, count: int) -> list[str]:
-    """So many different words, plain ones while there are enough; none is part of another."""
+    """So many different words, plain ones and, where they are too few, joined ones; none is part of another."""
+    return rng.sample(_words()[: max(count, len(_plain_words()))], count)
+
+
+@cache
+def _words() -> list[str]:
+    """Plain words, then joined ones, the shorter first.
+
+    Only inner parts stand between outer ones, so that no shorter word is part of a longer one.
+    """
     plain = _plain_words()
-    return rng.sample(plain, count) if count <= len(plain) else word_pairs(rng, count)
+    parts = [part for part in words.PHRASE_FIRST if not any(word in part for word in plain)]
+    outer, inner = parts[_INNER:], parts[:_INNER]
+    longer = chain(product(outer, inner, outer), product(outer, inner, inner, outer))
+    return plain + ["-".join(some) for some in chain(permutations(outer, 2), longer)]
 
 
 @cache

@@ -37,7 +37,7 @@ class Draft:
 
 
 def noise(units: int) -> list[str]:
-    """Gives so many of RULER's filler sentences, over and over, five a line."""
+    """Gives so many of RULER's filler sentences, over and over, five a line; the last line may be shorter (ours)."""
     size = len(NOISE)
     return [" ".join(NOISE[: min(size, units - first)]) for first in range(0, units, size)]
 
@@ -45,9 +45,13 @@ def noise(units: int) -> list[str]:
 def word_pairs(rng: random.Random, count: int) -> list[str]:
     """Draws distinct hyphenated words, as RULER's adjective-noun keys; none is part of another.
 
-    With more than there are pairs, words of three parts are drawn instead.
+    With more than there are pairs, the others have a word of a third list in between.
     """
     first, second = words.PHRASE_FIRST, words.PHRASE_SECOND
-    if count <= len(first) * len(second):
-        return ["-".join(pair) for pair in rng.sample(list(product(first, second)), count)]
-    return ["-".join(parts) for parts in rng.sample(list(product(first, words.PLAIN_WORDS, second)), count)]
+    pairs = ["-".join(pair) for pair in product(first, second)]
+    if count <= len(pairs):
+        return rng.sample(pairs, count)
+    threes = rng.sample(list(product(first, words.PLAIN_WORDS, second)), count - len(pairs))
+    found = pairs + ["-".join(parts) for parts in threes]
+    rng.shuffle(found)
+    return found
