@@ -155,6 +155,21 @@ def test_the_precision_that_was_used_is_printed(tmp_path: Path) -> None:
     assert line.endswith(", bfloat16")
 
 
+def test_f02_the_setup_says_what_was_asked_and_that_no_token_is_added(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+
+    def line(**hashes: str) -> str:
+        rows = [{"client": client, "split": "test", "sha256": digest} for client, digest in hashes.items()]
+        run.write_json("partition.json", {"rows": [*rows, {"client": "a", "split": "train", "sha256": "f"}]})
+        return next(line for line in report([run.path]).splitlines() if line.startswith("- Prompts: "))
+
+    assert re.search(
+        r"no BOS or other special token added; .* test prompts .* sha256 [0-9a-f]{64}$", line(a="1", b="2")
+    )
+    assert line(a="1", b="2") == line(b="2", a="1") != line(a="2", b="1")
+    assert line() == "- Prompts: tokens of the text alone, no BOS or other special token added"
+
+
 def test_results_under_other_settings_name_them_and_no_folder(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-run")
     changed = {"data.filler": "/home/someone/essays.txt", "data.events": 6}

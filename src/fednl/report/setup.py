@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -30,6 +32,7 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
         f"Backbone: {_backbone(config, facts)}",
         *_adapters(config),
         f"Data: {_data(config, facts)}",
+        f"Prompts: {_prompts(facts)}",
         f"Training: {_training(config)}",
         *exchange_lines(config),
         *one_task_line(config),
@@ -39,16 +42,22 @@ def setup_lines(run: Run, facts: Mapping[str, Any]) -> list[str]:
 
 
 def run_facts(run: Run, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Gathers what a run says of itself beside its settings: `backbone` (a dict), `dtype`, `filler_sha256`.
+    """Gathers what a run says of itself beside its settings.
 
     Args:
         run: the run; its `environment.json` and `partition.json` are read.
         results: its results files, whose facts win.
+
+    Returns:
+        `backbone` (a dict), `dtype`, `filler_sha256`, and `asked_sha256` (of all clients' own test prompts and answers,
+        in tokens), each where it is known.
     """
     facts, _ = recorded(run, "environment.json")
-    for told in [recorded(run, "partition.json")[0], *results]:
+    partition, _ = recorded(run, "partition.json")
+    for told in [partition, *results]:
         facts |= {key: told[key] for key in ("backbone", "dtype", "filler_sha256") if key in told}
-    return facts
+    asked = sorted([row["client"], row["sha256"]] for row in partition.get("rows") or [] if row["split"] == "test")
+    return facts | ({"asked_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest()} if asked else {})
 
 
 def shared_parameters(run: Run, arm: str, groups: Sequence[str]) -> int | None:
@@ -158,6 +167,12 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     digest = facts.get("filler_sha256")
     parts.append(f"{filler} (sha256 {escape(digest)})" if digest else filler)
     return "; ".join(part for part in parts if part)
+
+
+def _prompts(facts: Mapping[str, Any]) -> str:
+    digest = facts.get("asked_sha256")
+    asked = f"; all clients' test prompts and answers, in tokens, have sha256 {escape(digest)}" if digest else ""
+    return f"tokens of the text alone, no BOS or other special token added{asked}"
 
 
 _PLACES = ("start", "source", "sources", "groups", "store")
