@@ -65,10 +65,10 @@ class FederationSettings(Section):
             pattern that fits a client's name counts, and the others have `lora.rank`.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
-        pace: how long a round may take, in one word for both times below: `"patient"` leaves them as they are set,
-            `"minutes"` gives a round 10 and the first one 30 more, `"hours"` 4 and 1 more, `"days"` 3 and 4 hours more.
-        deadline_s: seconds after which a round waits for no further reply; 0 for no deadline.
-        warm_up_s: seconds that the first round of a sitting has beyond the deadline, as clients load their models.
+        pace: how long a client may take, in one word for both times below: `"patient"` leaves them as they are set,
+            `"minutes"` gives it 10 and 30 more in the first round, `"hours"` 4 and 1 more, `"days"` 3 and 4 hours more.
+        deadline_s: seconds that a client has in a round, on this machine from when its turn comes; 0 for no deadline.
+        warm_up_s: seconds that it has beyond the deadline in the first round of a sitting, as it loads its model.
         parallel_clients: worker processes on this machine; changes speed, not results.
         keep_checkpoints: how many of the newest round checkpoints stay on disk.
         max_failed_rounds: how many rounds in a row may miss the quorum before the run stops.

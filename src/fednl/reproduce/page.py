@@ -138,9 +138,9 @@ def differences(rows: Iterable[Row], where: str = "") -> list[str]:
 
 
 INTERVALS = (
-    "In brackets: 95% intervals over the questions (a client's share: Wilson's; macro averages, which count each "
-    'client once, and differences: bootstrap within clients). "Better" and "worse" are said of these rules: of a '
-    "method, only three training seeds could say it, and this is one."
+    "In brackets: 95% intervals over the questions (score intervals of shares, else bootstrap within clients; macro "
+    'counts each client once, differences are paired by question). "Better" and "worse" are said of these rules: of a '
+    "method, three training seeds could say it, and this is one: `fednl report DIR DIR DIR`."
 )
 
 
