@@ -35,7 +35,7 @@ class Crash(BaseException):
 
 def bench(path: Path, kind: str = "fedavgm", shared: str = "memory") -> Bench:
     algorithm = ALGORITHMS[kind](own_settings(kind), shared)
-    lora = algorithm.traits.averages_products
+    lora = algorithm.traits.needs_lora
     if lora:
         algorithm.lets_out = (shared, "lora")
     return Bench(path, algorithm=algorithm, settings=SETTINGS, training=TRAINING, lora=lora)
