@@ -122,7 +122,9 @@ def measure(
         chance=1 / facts["candidates"],
         groups=_groups(config, facts),
     )
-    run.write_json(f"results/{name}.json", {"rows": rows, **({"changed": dict(changed)} if changed else {})})
+    prompts = {row["client"]: row["sha256"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
+    told = {"changed": dict(changed)} if changed else {}
+    run.write_json(f"results/{name}.json", {"rows": rows, "questions": prompts, **told})
 
 
 def forget(run: Run, trained: Collection[str]) -> None:

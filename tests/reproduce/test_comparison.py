@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fednl.reproduce import needles, table_named
 from fednl.reproduce.comparison import Asked, Shown, above_chance, answered, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method
+from fednl.runs import Run
 
 
 class Recorder:
@@ -79,8 +81,8 @@ def test_what_is_won_where_a_line_does_not_count_is_no_win(tmp_path: Path) -> No
     sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(16_384)
     lines = (needles.OURS, needles.FLOOR, needles.CEILING)
     answers = {line.name: outcomes(*how) for line, how in zip(lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=True)}
-    told = {"mark": lambda line, one: needles._outside(line, one.tokens, 8192)}
-    shown = Shown((), "", rows=lambda *some: needles.rows_of(*some, reach=8192), **told)
+    mark = partial(needles._why_not, out=tmp_path, reach=8192)
+    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=partial(needles.rows_of, mark=mark))
     page = written(sitting, [one], {one.name: answers}, shown)
     rows = page.measured[one.name]
     gaps = {(row["baseline"], row["of"]): row for row in rows if row["metric"] == "difference"}
@@ -89,7 +91,24 @@ def test_what_is_won_where_a_line_does_not_count_is_no_win(tmp_path: Path) -> No
         row = gaps[needles.CEILING.name, of]
         assert row["verdict"] == "outside trained range, does not count" and "p" not in row
     assert [row["metric"] for row in rows if row["metric"] == "share_closed" and "value" in row] == []
+    assert page.text.count("no share, as floor or ceiling does not count (outside trained range)") == 2
     assert {row.get("note") for row in rows if row["method"] == needles.CEILING.name} == {"outside trained range"}
     names = [line.split("|")[1].strip() for line in page.text.splitlines() if line.startswith("| FedAvg-LoRA, full")]
     assert set(names[1:]) == {f"{needles.CEILING.name} (outside trained range)"} and len(names) == 4
     assert json.dumps(rows).count("outside trained range, does not count") == len(one.metrics)
+
+
+def test_lines_that_were_asked_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(512, 16)
+    for line, prompts in ((needles.OURS, "a"), (needles.FLOOR, "a"), (needles.CEILING, "b")):
+        run = Run(tmp_path / line.method.name)
+        run.write_json("config.json", sitting.config(line.method).to_dict())
+        run.write_json("results/needles-512-events-16.json", {"rows": [], "questions": {"passkey": prompts}})
+    answers = {line.name: outcomes(*how) for line, how in zip(one.lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=True)}
+    mark = partial(needles._why_not, out=tmp_path, reach=8192)
+    assert [mark(line.name, one) for line in one.lines] == ["", "", "asked other prompts"]
+    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=partial(needles.rows_of, mark=mark))
+    page = written(sitting, [one], {one.name: answers}, shown)
+    verdicts = {(row["baseline"], row["verdict"]) for row in page.measured[one.name] if row["metric"] == "difference"}
+    assert verdicts == {(needles.FLOOR.name, "better"), (needles.CEILING.name, "asked other prompts, does not count")}
+    assert page.text.count("no share, as floor or ceiling does not count (asked other prompts)") == 2

@@ -14,6 +14,7 @@ from fednl.reproduce import keeping, needles, table_named
 from fednl.reproduce.papers import NEEDLES
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.tiny import tiny_settings
+from fednl.runs import Run
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,13 @@ def test_the_same_command_goes_on_per_arm_and_a_third_call_does_nothing(
     assert reproduce(folder) == text == (folder / "report.md").read_text()
     rows = json.loads((folder / "results" / "needles-430.json").read_text())
     assert rows["where"] == "measured here"
+    asked = {
+        line.name: keeping.questions(Run(folder / line.method.name), ("data.tokens=430",)) for line in needles.LINES
+    }
+    ours = asked[needles.OURS.name]
+    assert sorted(ours) == ["passkey", "uuid-code"] and ours == asked[needles.FLOOR.name]
+    marks = {row["method"]: row.get("note", "") for row in rows["rows"] if row["metric"] == "recall"}
+    assert marks == {name: "asked other prompts" if theirs != ours else "" for name, theirs in asked.items()}
     macro = {row["method"]: row for row in rows["rows"] if (row["metric"], row["client"]) == ("candidates", "macro")}
     assert list(macro) == [line.name for line in needles.LINES]
     assert all(row["n"] == 4 and row["chance"] == 0.25 and row["low"] <= row["value"] for row in macro.values())
@@ -121,8 +129,7 @@ def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_
         "high": 0.8,
         "n": 9,
     }
-    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], needles.asked_at(8192), 8192)[1]
-    assert "no share" in needles.closed_lines([row], needles.asked_at(16_384), 8192)[1]
+    assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], needles.asked_at(8192))[1]
 
 
 def test_a_letter_is_not_recalled_and_the_users_number_of_questions_counts_at_every_length() -> None:

@@ -76,13 +76,31 @@ def answers(
         changed: settings under which it answers, as for `fednl eval --set`.
         on_event: is told what happens.
     """
-    own = config_of(run)
-    config = own.with_overrides(changed)
-    path = run.path / "results" / f"{results_name(config.data.task, changed_settings(own, config))}{OUTCOMES}"
+    path = run.path / "results" / f"{_results_name(run, changed)}{OUTCOMES}"
     if not set(arms) <= earlier(path).keys():
         evaluate(run.path, None, on_event, [*changed, f"evaluation.arms={json.dumps(list(arms))}"], anew=False)
     found = earlier(path)
     return {arm: found[arm] for arm in arms}
+
+
+def questions(run: Run, changed: Sequence[str]) -> dict[str, str]:
+    """What a run was asked: client -> SHA-256 of its questions; empty where nothing was, or an older commit asked.
+
+    Args:
+        run: the run.
+        changed: settings under which it answered, as for `answers`.
+    """
+    if not (run.path / "config.json").exists():
+        return {}
+    name = f"results/{_results_name(run, changed)}.json"
+    found = run.read_json(name).get("questions", {}) if (run.path / name).exists() else {}
+    return dict(found)
+
+
+def _results_name(run: Run, changed: Sequence[str]) -> str:
+    own = config_of(run)
+    config = own.with_overrides(changed)
+    return results_name(config.data.task, changed_settings(own, config))
 
 
 def numbers_shared(run: Run) -> int | None:

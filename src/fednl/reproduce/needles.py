@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from fednl.evaluation.closing import share_closed
 from fednl.evaluation.measures import METRICS, NEEDLES
@@ -13,6 +14,7 @@ from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
 from fednl.reproduce.comparison import Answers, Asked, Shown, answered, comparison_rows, written
 from fednl.reproduce.given import key_of
+from fednl.reproduce.keeping import questions
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.runs import Run
@@ -80,19 +82,22 @@ def work(sitting: Sitting) -> Iterator[Page]:
         for tokens in sitting.lengths
     ]
     for found in answered(sitting, asked):
-        reach = context_tokens(Run(sitting.out))
-        shown = Shown(
-            (papers.NEEDLES,),
-            _READING,
-            mark=partial(_mark, reach=reach),
-            more=partial(closed_lines, reach=reach),
-            rows=partial(rows_of, reach=reach),
-        )
+        mark = partial(_why_not, out=sitting.out, reach=context_tokens(Run(sitting.out)))
+        shown = Shown((papers.NEEDLES,), _READING, mark=mark, more=closed_lines, rows=partial(rows_of, mark=mark))
         yield written(sitting, asked, found, shown)
 
 
-def rows_of(answers: Answers, one: Asked, seed: int, reach: int | None = None) -> list[Row]:
-    """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes."""
+def rows_of(
+    answers: Answers, one: Asked, seed: int, mark: Callable[[str, Asked], str] = lambda line, one: ""
+) -> list[Row]:
+    """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes.
+
+    Args:
+        answers: line -> its answers.
+        one: the questions.
+        seed: the runs' seed.
+        mark: why a line's numbers do not count, as of `Shown`.
+    """
     rows = comparison_rows(answers, one, seed)
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
         return rows
@@ -100,20 +105,22 @@ def rows_of(answers: Answers, one: Asked, seed: int, reach: int | None = None) -
         values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
-        outside = _outside(CEILING.name, one.tokens, reach)
-        share = None if outside else share_closed(values[0], values[1], values[2], seed)
-        # Without a value: the floor is not told from the ceiling, or the ceiling does not count.
+        if why := mark(CEILING.name, one) or mark(FLOOR.name, one):
+            rows.append(row | {"note": why})
+            continue
+        share = share_closed(values[0], values[1], values[2], seed)
+        # Without a value: the floor is not told from the ceiling.
         rows.append(row | (vars(share) if share else {}))
     return rows
 
 
-def closed_lines(rows: Sequence[Row], one: Asked, reach: int | None) -> list[str]:
+def closed_lines(rows: Sequence[Row], one: Asked) -> list[str]:
     """What share of the way from floor to ceiling FedNL closes, in words."""
     shown = []
     for row in (row for row in rows if row["metric"] == "share_closed"):
         what = METRICS[row["of"]].short
-        if _outside(CEILING.name, one.tokens, reach):
-            shown.append(f"- {what}: no share, as the ceiling is outside the backbone's trained range")
+        if "note" in row:
+            shown.append(f"- {what}: no share, as floor or ceiling does not count ({row['note']})")
         elif "value" not in row:
             shown.append(f"- {what}: no share, as floor and ceiling are not told apart")
         else:
@@ -129,8 +136,13 @@ def context_tokens(out: Run) -> int | None:
     return known.get("context_tokens")
 
 
-def _mark(line: str, one: Asked, reach: int | None) -> str:
-    return _outside(line, one.tokens, reach)
+def _why_not(line: str, one: Asked, out: Path, reach: int | None) -> str:
+    """Why a line's numbers do not count: full attention beyond its range, or other prompts than the first line's."""
+    method = next(found.method for found in one.lines if found.name == line)
+    ours, theirs = (questions(Run(out / name), one.changed) for name in (one.lines[0].method.name, method.name))
+    # Facts stand outside the window: in a short prompt another window moves them.
+    other = "asked other prompts" if ours and theirs and ours != theirs else ""
+    return _outside(line, one.tokens, reach) or other
 
 
 def _outside(line: str, tokens: int, reach: int | None) -> str:
