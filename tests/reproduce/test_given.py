@@ -29,7 +29,7 @@ def test_another_window_is_for_all_but_the_lines_of_full_attention(tmp_path: Pat
         name: "last:8" if name == "fednl" else "none" for name in found
     }
     found = configs("mmlu", tmp_path, "memory.window-tokens=256")
-    assert [name for name, config in found.items() if config.memory.window_tokens] == [mmlu.FEDNL.name]
+    assert [name for name, config in found.items() if config.memory.window_tokens] == [mmlu.FEDNL.name, mmlu.OWN.name]
 
 
 def test_a_part_that_is_left_out_stays_out(tmp_path: Path) -> None:
