@@ -34,7 +34,7 @@ LINES = (
 _READING = (
     "FedNL reads through a window at constant memory; the LoRA lines read with full attention. Each client's own rules "
     "are trained alone for as many steps: FedNL minus those is what sharing gives or, below zero, costs. The packaged "
-    "questions are not the paper's: MMLU's own are there with --set mmlu.source=cais/mmlu, or a folder of its CSV files."
+    "questions are not the paper's: MMLU's own are there with --set mmlu.source=cais/mmlu, or a folder of its files."
 )
 
 
