@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import sys
@@ -18,18 +17,11 @@ from fednl.data import packaged_questions
 from fednl.data.examples import Tokenizer
 from fednl.data.mmlu import ChoiceExample, MmluSettings, build, read_groups
 from fednl.data.packaged_questions import parse_question
-from fednl.data.questions import Question, read_questions
+from fednl.data.questions import read_questions
 from fednl.data.settings import DataSettings
 from fednl.errors import DataError, FednlError, SettingsError
 from small_run import byte_tokenizer
 
-UNREADABLE = [
-    '{"question": "half a pair: \\ud83d?"}',
-    "[" * 100_000,
-    '{"answer": ' + "1" * 6000 + "}",
-    '{"a": ',
-    "null",
-]
 SUBJECTS = {"law": ["jurisprudence"], "math": ["abstract_algebra", "college_mathematics"]}
 
 
@@ -172,34 +164,6 @@ def test_long_questions_are_refused_or_left_out(source: str, groups: str, tokeni
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 11
 
 
-def test_csv_files_in_mmlus_layout(tmp_path: Path) -> None:
-    for split, numbers in (("test", range(3)), ("dev", range(3, 5))):
-        (tmp_path / split).mkdir()
-        with (tmp_path / split / f"anatomy_{split}.csv").open("w", newline="", encoding="utf-8") as file:
-            for n in numbers:
-                one = row(n, "anatomy")
-                csv.writer(file).writerow([one["question"] + ', with "quotes"', *one["choices"], "ABCD"[n % 4]])
-    found = read_questions(str(tmp_path), ["test"])
-    assert [one.gold for one in found] == [0, 1, 2]
-    assert found[0] == Question(
-        "anatomy",
-        'What is 0 of anatomy?, with "quotes"',
-        tuple(row(0, "anatomy")["choices"]),
-        0,
-        "test",
-        "anatomy_test.csv, row 1",
-    )
-    assert len(read_questions(str(tmp_path), ["test", "dev"])) == 5
-
-
-@pytest.mark.parametrize(("content", "words"), [(b"caf\xe9,a,b,c,d,A\n", "not UTF-8"), (b"a\nb,c\n", "has 1 fields")])
-def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "anatomy_test.csv").write_bytes(content)
-    with pytest.raises(DataError, match=rf"^anatomy_test\.csv.*{words}"):
-        read_questions(str(tmp_path), ["test"])
-
-
 def test_what_datasets_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
@@ -256,17 +220,6 @@ def test_a_bad_row_is_named_and_not_shown(tmp_path: Path, bad: Any, words: str) 
     with pytest.raises(DataError, match=words) as error:
         read_questions(source, ["test"])
     assert "What is" not in str(error.value)
-
-
-@pytest.mark.parametrize("line", UNREADABLE)
-def test_json_that_cannot_be_read_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps(row(0, "anatomy")) + "\n" + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"q\.jsonl, line 2, .*mend it"):
-        read_questions(str(file), ["test"])
-    file.write_text(f'{{"clients": {line}}}', encoding="utf-8")
-    with pytest.raises(SettingsError, match=r"mmlu\.groups = .* is not a JSON file"):
-        read_groups(str(file))
 
 
 def test_what_cannot_be_is_refused(source: str, groups: str, tokenizer: Tokenizer, tmp_path: Path) -> None:

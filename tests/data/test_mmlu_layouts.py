@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
 
-from fednl.data.questions import read_questions
-from fednl.errors import SettingsError
+from fednl.data.mmlu import read_groups
+from fednl.data.questions import Question, read_questions
+from fednl.errors import DataError, SettingsError
 
 SPLITS = {"test": 4, "validation": 2, "dev": 1}
+ROW = {"question": "What is it?", "choices": list("abcd"), "answer": 0, "subject": "anatomy"}
+UNREADABLE = [
+    '{"question": "half a pair: \\ud83d?"}',
+    "[" * 100_000,
+    '{"answer": ' + "1" * 6000 + "}",
+    '{"a": ',
+    "null",
+]
 SUBJECTS = ("abstract_algebra", "anatomy")
 
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    try:
+        import datasets
+    except ImportError:  # whoever needs it is skipped
+        return
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 def parquet(file: Path, split: str, subjects: tuple[str, ...]) -> None:
-    import datasets
-
+    datasets = pytest.importorskip("datasets")
     kinds = {"question": datasets.Value("string"), "subject": datasets.Value("string")}
     kinds |= {"choices": datasets.Sequence(datasets.Value("string")), "answer": datasets.ClassLabel(names=list("ABCD"))}
     numbered = [(subject, number) for subject in subjects for number in range(SPLITS[split])]
@@ -72,6 +84,27 @@ def test_one_folder_of_a_copy_is_a_source_too(tmp_path: Path) -> None:
     ]
 
 
+def test_csv_files_in_mmlus_layout(tmp_path: Path) -> None:
+    for split, numbers in (("test", range(3)), ("dev", range(3, 5))):
+        (tmp_path / split).mkdir()
+        with (tmp_path / split / f"anatomy_{split}.csv").open("w", newline="", encoding="utf-8") as file:
+            for n in numbers:
+                csv.writer(file).writerow([f'What is {n}, with "quotes"?', *"wxyz", "ABCD"[n % 4]])
+    found = read_questions(str(tmp_path), ["test"])
+    assert [one.gold for one in found] == [0, 1, 2]
+    text, choices = 'What is 0, with "quotes"?', tuple("wxyz")
+    assert found[0] == Question("anatomy", text, choices, 0, "test", "anatomy_test.csv, row 1")
+    assert len(read_questions(str(tmp_path), ["test", "dev"])) == 5
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"caf\xe9,a,b,c,d,A\n", "not UTF-8"), (b"a\nb,c\n", "has 1 fields")])
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "anatomy_test.csv").write_bytes(content)
+    with pytest.raises(DataError, match=rf"^anatomy_test\.csv.*{words}"):
+        read_questions(str(tmp_path), ["test"])
+
+
 def original(folder: Path) -> Path:
     """Its authors' files, whose validation questions are in `val`."""
     for split in ("test", "val", "dev"):
@@ -103,9 +136,25 @@ def test_a_split_that_the_source_lacks_is_told(tmp_path: Path, kind: str, splits
         source = copy(tmp_path / "data")
     else:
         source = tmp_path / "data.jsonl"
-        same = {"choices": list("abcd"), "answer": 0, "subject": "anatomy"}
-        rows = [{"question": f"What is {name}?", "split": name} | same for name in ("dev", "test", "a private note")]
+        rows = [ROW | {"question": f"What is {name}?", "split": name} for name in ("dev", "test", "a private note")]
         source.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     with pytest.raises(SettingsError, match=r'mmlu\.splits names "trian", and .* choose from: dev, test') as error:
         read_questions(str(source), splits)
     assert "private" not in str(error.value)
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_json_that_cannot_be_read_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(ROW) + "\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"q\.jsonl, line 2, .*mend it"):
+        read_questions(str(file), ["test"])
+    file.write_text(f'{{"clients": {line}}}', encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"mmlu\.groups = .* is not a JSON file"):
+        read_groups(str(file))
+
+
+def test_a_split_of_nothing_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps(ROW | {"split": None}), encoding="utf-8")
+    assert [one.split for one in read_questions(str(file), ["test"])] == [""]

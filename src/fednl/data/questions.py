@@ -81,7 +81,7 @@ def _refuse_missing(splits: Sequence[str], held: Collection[str], source: str) -
 
 def _read(path: Path, source: str, splits: Sequence[str]) -> Iterator[Question]:
     if path.suffix.lower() == ".jsonl":
-        return (_checked(row, where, str(row.get("split", ""))) for row, where in _json_rows(path, source))
+        return (_checked(row, where, str(row.get("split") or "")) for row, where in _json_rows(path, source))
     if files := _files(path):
         if "val" in files:
             files.setdefault("validation", files["val"])
