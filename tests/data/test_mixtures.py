@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from fednl.data.client_names import numbered_clients
 from fednl.data.mixtures import apportion, mixtures
-from fednl.data.needles import CLIENTS, build, build_stream
+from fednl.data.needles import CLIENTS, build
 from fednl.data.partition import partition_rows
 from fednl.data.settings import DataSettings
-from fednl.data.stream import TasksSettings
-from fednl.errors import SettingsError
 
 KINDS = list(CLIENTS)
 Make = Callable[..., DataSettings]
@@ -74,15 +72,3 @@ def test_without_training_examples_clients_still_have_tests(settings: Make, toke
     empty = {"clients": 2, "train": 0, "validation": 0, "test": 3, "dirichlet_alpha": 0.5}
     clients = build(settings(**empty), tokenizer, 120, "candidates", 3)
     assert [(len(own.train), len(own.test)) for own in clients.values()] == [(0, 3), (0, 3)]
-
-
-def test_a_stream_of_mixtures_is_refused(settings: Make, tokenizer: Any) -> None:
-    with pytest.raises(SettingsError, match=r"data.dirichlet-alpha = 0.5 mixes kinds and tasks.order parts them"):
-        build_stream(
-            settings(dirichlet_alpha=0.5),
-            tokenizer,
-            120,
-            "candidates",
-            3,
-            TasksSettings(order=("passkey", "name-date")),
-        )
