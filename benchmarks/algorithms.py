@@ -65,7 +65,6 @@ OFTEN = {"twice the rounds": 2, "four times the rounds": 4}
 
 STREAM_METHODS: dict[str, tuple[str, ...]] = {
     "fedavg": (),
-    "fedprox": (),
     "ewc": ("ewc.strength=1e3",),
     "ewc, strength 1e5": ("ewc.strength=1e5",),
     "fedssi": ("fedssi.strength=10.0",),
