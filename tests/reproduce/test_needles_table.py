@@ -96,6 +96,16 @@ def test_other_lengths_have_a_report_of_their_own(folder: Path) -> None:
     assert {path.name for path in (folder / "results").glob("*-4*0.json")} == {"needles-430.json", "needles-470.json"}
 
 
+def test_runs_that_are_there_are_asked_as_many_questions_as_are_asked_for(folder: Path) -> None:
+    reproduce(folder, asked_lengths=(450,), given=("data.test=1",))
+    rows = json.loads((folder / "results" / "needles-450.json").read_text())["rows"]
+    assert {row["n"] for row in rows if (row["metric"], row["client"]) == ("candidates", "macro")} == {2}
+    with pytest.raises(SettingsError, match=r"\[data\] test = 2, and now it is 1"):
+        reproduce(folder, given=("data.test=1",))
+    with pytest.raises(SettingsError, match=r"\[data\] test = 0, but the table needles is made of answers"):
+        reproduce(folder, asked_lengths=(450,), given=("data.test=0",))
+
+
 def test_more_facts_have_three_lines_and_a_report_of_their_own(folder: Path) -> None:
     text = reproduce(folder, asked_facts=(3,))
     assert (folder / "report-facts-3.md").read_text() == text and "## 430 tokens, 3 facts" in text
@@ -137,8 +147,8 @@ def test_a_letter_is_not_recalled_and_the_users_number_of_questions_counts_at_ev
     assert needles.asked_at(1024).metrics == ("candidates", "recall", "nats_per_token")
     assert needles.changed_at(4096) == ["data.tokens=4096", "data.test=5", "evaluation.batch=1"]
     given = ("data.test=7", "training.rounds=2")
-    assert needles.changed_at(4096, given=given) == ["data.tokens=4096", "evaluation.batch=1"]
-    assert needles.asked_at(4096, given=given).changed == ("data.tokens=4096", "evaluation.batch=1")
+    assert needles.changed_at(4096, given=given) == ["data.tokens=4096", "evaluation.batch=1", "data.test=7"]
+    assert needles.asked_at(4096, given=given).changed == ("data.tokens=4096", "evaluation.batch=1", "data.test=7")
 
 
 def test_the_ceiling_is_asked_the_very_questions_of_the_window(tmp_path: Path) -> None:

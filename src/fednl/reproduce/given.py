@@ -11,6 +11,8 @@ from fednl.config_text import parse_override, toml_value
 from fednl.errors import SettingsError
 from fednl.reproduce.table import Method, Table
 
+ONLY_ASKED = ("data.test", "evaluation.batch")
+"""What of a given setting is only how a run is asked, where other questions than its own are asked for."""
 _OF_THE_TABLE = ("data.task",)
 _SHOWN = 5
 

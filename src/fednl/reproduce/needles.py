@@ -13,7 +13,7 @@ from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
 from fednl.reproduce.comparison import Answers, Asked, Shown, answered, comparison_rows, written
-from fednl.reproduce.given import key_of
+from fednl.reproduce.given import ONLY_ASKED, key_of
 from fednl.reproduce.keeping import questions
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
@@ -55,13 +55,13 @@ def changed_at(tokens: int, facts: int | None = None, given: Sequence[str] = ())
     Args:
         tokens: prompt length.
         facts: how many a prompt hides; None for the scale's.
-        given: settings from the command line, which the fewer questions of long prompts do not replace.
+        given: settings from the command line: so many questions at every length, however many the runs have.
     """
-    own = set(map(key_of, given))
-    fewer = (f"data.test={LONG_TEST}", "evaluation.batch=1")
-    longer = [one for one in fewer if tokens > LONG_TOKENS and key_of(one) not in own]
+    own = [one for one in given if key_of(one) in ONLY_ASKED]
+    fewer = (f"data.test={LONG_TEST}", "evaluation.batch=1") if tokens > LONG_TOKENS else ()
+    longer = [one for one in fewer if key_of(one) not in map(key_of, own)]
     harder = [f"data.events={facts}"] if facts is not None else []
-    return [f"data.tokens={tokens}", *harder, *longer]
+    return [f"data.tokens={tokens}", *harder, *longer, *own]
 
 
 def asked_at(tokens: int, facts: int | None = None, given: Sequence[str] = (), answer: str = "candidates") -> Asked:

@@ -12,7 +12,7 @@ from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
 from fednl.files import writing
-from fednl.reproduce.given import check_given, path_told, reaching, without_folders
+from fednl.reproduce.given import ONLY_ASKED, check_given, key_of, path_told, reaching, without_folders
 from fednl.reproduce.keeping import OnEvent, answers, numbers_shared, run_at
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.reproduce.tiny import tiny_settings
@@ -54,7 +54,8 @@ class Sitting:
     def config(self, method: Method) -> Config:
         """The settings of a method's run: the scale's, the method's own, then those from the command line.
 
-        What makes the method what it is stays (`Method.sets`).
+        What makes the method what it is stays (`Method.sets`). Where other lengths or facts are asked for, how many
+        questions are asked is not the run's: those that are there answer as many.
 
         Raises:
             SettingsError: a setting is wrong.
@@ -62,7 +63,9 @@ class Sitting:
         folder = self.out / "tiny-model"
         table = tiny_settings(folder) if self.scale == "tiny" else {}
         sets = [one.replace("{folder}", str(folder)) for one in self.size.of(method)]
-        return Config.from_dict(table).with_overrides([*sets, *reaching(self.given, method)])
+        other = self.asked_lengths or self.asked_facts
+        given = [one for one in self.given if not other or key_of(one) not in ONLY_ASKED]
+        return Config.from_dict(table).with_overrides([*sets, *reaching(given, method)])
 
     def run(self, method: Method) -> Run:
         """The run of a method with its rounds done and its own arms measured."""
@@ -79,7 +82,7 @@ class Sitting:
         Raises:
             SettingsError: there are no questions.
         """
-        if not self.config(method).data.test:
+        if not self.config(method).with_overrides(changed).data.test:
             raise SettingsError(
                 f"[data] test = 0, but the table {self.table.name} is made of answers to test questions: set it to 1 "
                 "or more."
