@@ -30,7 +30,7 @@ from fednl.memory.operator import delta_rule, delta_rule_reference
 from fednl.memory.update_rules import RULES, function
 
 HEADS, KV_HEADS, DIM, CHUNK = 9, 3, 64, 32
-CHECKED_TOKENS = 512
+CHECKED_TOKENS, HARD_STRENGTH = 512, 1.9
 Operator = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -133,9 +133,14 @@ def measure(
     return list(zip(first, second, strict=True))
 
 
-def error(operator: Operator) -> float:
-    """Relative Frobenius error of the answers against the float64 recurrence."""
-    tensors = [x.detach() for x in inputs(CHECKED_TOKENS)]
+def errors(operator: Operator) -> str:
+    """Relative Frobenius error of the answers against the float64 recurrence; then of one key written at 1.9."""
+    q, k, v, beta = (x.detach() for x in inputs(CHECKED_TOKENS))
+    hard = [q, k[:, :1].expand_as(k), v, torch.full_like(beta, HARD_STRENGTH)]
+    return f"{_error(operator, [q, k, v, beta]):.1e}, {_error(operator, hard):.1e}"
+
+
+def _error(operator: Operator, tensors: list[Tensor]) -> float:
     wanted = delta_rule_reference(*(x.double() for x in tensors))[0]
     with torch.no_grad():
         return float((operator(*tensors).double() - wanted).norm() / wanted.norm())
@@ -147,12 +152,12 @@ def compare(lengths: list[int], repeats: int) -> None:
     rows = []
     for tokens in lengths:
         mine, *theirs = measure([ours, *others.values()], tokens, repeats)
-        rows.append([str(tokens), "ours", f"{mine[0]:.1f} ms", f"{mine[1]:.1f} ms", f"{error(ours):.1e}"])
+        rows.append([str(tokens), "ours", f"{mine[0]:.1f} ms", f"{mine[1]:.1f} ms", errors(ours)])
         for (name, operator), (f, b) in zip(others.items(), theirs, strict=True):
-            own = "another rule" if name in ("softmax attention", "titans-pytorch") else f"{error(operator):.1e}"
+            own = "another rule" if name in ("softmax attention", "titans-pytorch") else errors(operator)
             ratios = (f"{f:.1f} ms, {f / mine[0]:.2f} times ours", f"{b:.1f} ms, {b / mine[1]:.2f} times ours")
             rows.append([str(tokens), name, *ratios, own])
-    print_table(["tokens", "operator", "forward", "forward + backward", "error"], rows)
+    print_table(["tokens", "operator", "forward", "forward + backward", "error, on one key"], rows)
     if missing:
         print(f"Left out, not installed: {'; '.join(missing)}.\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -262,17 +263,24 @@ def test_gradients_reach_only_what_asks_for_them() -> None:
 # Float32.
 
 
-@pytest.mark.parametrize("strength", [None, 1.0])
+@pytest.mark.parametrize("strength", [None, 1.0, 1.9, "to 1.9"])
 @pytest.mark.parametrize("decay", [0.0, 0.01, 2.0])
 @pytest.mark.parametrize("keys", ["random", "correlated", "repeated"])
-def test_float32_is_close_to_the_float64_recurrence(keys: str, decay: float, strength: float | None) -> None:
-    x = make(130, batch=1, key_dim=64, value_dim=64, decay=decay, docs=decay == 0.01, keys=keys)
-    if strength is not None:
+@pytest.mark.parametrize("chunk", [32, 128])
+def test_float32_is_close_to_the_float64_recurrence(
+    chunk: int, keys: str, decay: float, strength: float | str | None
+) -> None:
+    x = make(
+        300 if strength == 1.9 else 130, batch=1, key_dim=64, value_dim=64, decay=decay, docs=decay == 0.01, keys=keys
+    )
+    if strength == "to 1.9":
+        x["beta"] = 1.9 * x["beta"] / x["beta"].max()
+    elif isinstance(strength, float):
         x["beta"] = torch.full_like(x["beta"], strength)
     single = {n: y.float() if y.is_floating_point() else y for n, y in x.items()}
     # The oracle starts from the rounded numbers: what is measured is the computation.
     double = {n: y.double() if y.is_floating_point() else y for n, y in single.items()}
-    oracle, got = run(delta_rule_reference, double), run(delta_rule, single)
+    oracle, got = run(delta_rule_reference, double), run(partial(delta_rule, chunk_tokens=chunk), single)
     for name, exact in oracle.items():
         error = (got[name].double() - exact).norm() / exact.norm()
         assert error <= (2e-6 if name in ("out", "new state") else 5e-6), f"{name}: {error:.1e}"

@@ -181,12 +181,17 @@ def test_oracle_10_gradcheck(name: str) -> None:
 
 
 @EVERY
-def test_float32_is_close_to_the_float64_reference(name: str) -> None:
-    x = {n: y.float() if y.is_floating_point() else y for n, y in make(name, 130, keep=True).items()}
+@pytest.mark.parametrize("hard", [False, True])
+def test_float32_is_close_to_the_float64_reference(name: str, hard: bool) -> None:
+    made = make(name, 130, keep=True)
+    if hard:  # one key again and again, written as strongly as the rule's layer may
+        made["k"] = made["k"][:, :1].expand_as(made["k"]).clone()
+        made["beta"] = torch.full_like(made["beta"], 1.9 if RULES[name].widest == 2 else 1.0)
+    x = {n: y.float() if y.is_floating_point() else y for n, y in made.items()}
     exact = run(reference(name), {n: y.double() if y.is_floating_point() else y for n, y in x.items()})
     for part, got in run(fast(name), x).items():
         error = (got.double() - exact[part]).norm() / exact[part].norm()
-        assert error <= 3e-6, f"{part}: {error:.1e}"
+        assert error <= (2e-6 if part == "out" or part.startswith("new ") else 5e-6), f"{part}: {error:.1e}"
 
 
 # 2, 3, 11, 13: pieces, causality, rows.

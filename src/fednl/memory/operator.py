@@ -20,6 +20,7 @@ from torch import Tensor
 from fednl.memory.arguments import FORGET, autocast_off, check_arguments, compute_dtype, start_state, unflatten
 from fednl.memory.delta_chunks import delta_by_chunk
 
+_ROUNDING = 1e-3  # so much may a unit key be off in its own dtype
 RECURRENCE_TOKENS = 8  # up to here the recurrence is faster than one padded chunk
 
 
@@ -77,7 +78,8 @@ def delta_rule(
     Query head h reads the state of KV head h // (query_heads / kv_heads). Nothing is scaled or normalised:
     the caller does that. No write amplifies the state while beta * |k|^2 is in [0, 2], as it is with unit
     keys and beta in [0, 1]. NaN comes out as NaN, never as a number. No argument is modified. Computes in
-    float32, or in float64 if any floating-point argument is float64, also under autocast.
+    float32, or in float64 if any floating-point argument is float64, also under autocast. Where beta * |k|^2 exceeds
+    1 anywhere, chunks are solved in float64 inside, at about twice the cost, so that they are as exact as below it.
 
     Args:
         q: Queries, [batch, tokens, query_heads, key_dim].
@@ -114,8 +116,19 @@ def delta_rule(
     with autocast_off(q.device):
         if k.shape[1] <= RECURRENCE_TOKENS:
             return _recurrence(q, k, v, beta, log_decay, start_state(k, v, state, dtype))
-        log = _log_factors(beta, log_decay, doc_ids, dtype)
-        return delta_by_chunk(q, k, v, beta.to(dtype), log, start_state(k, v, state, dtype), chunk_tokens)
+        inside = torch.float64 if _overshoots(k, beta) else dtype
+        log = _log_factors(beta, log_decay, doc_ids, inside)
+        out, after = delta_by_chunk(q, k, v, beta.to(inside), log, start_state(k, v, state, inside), chunk_tokens)
+        return out, after.to(dtype)
+
+
+def _overshoots(k: Tensor, beta: Tensor) -> bool:
+    """Whether a write takes what its key recalls beyond the new value, to the other side.
+
+    Then writes along one key undo each other in turn. The recurrence damps each one's rounding error with the next
+    write; a chunk adds the writes up, and in float32 loses a digit to their cancelling.
+    """
+    return bool((beta.detach() * k.detach().square().sum(-1, dtype=torch.float32) > 1 + _ROUNDING).any())
 
 
 def _recurrence(
