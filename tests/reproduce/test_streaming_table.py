@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fednl.data.fillers import load_filler, split_regions
 from fednl.errors import DataError, Interrupted, SettingsError
 from fednl.models.tiny import byte_tokenizer
 from fednl.reproduce import streaming, table_named
@@ -77,7 +78,9 @@ def test_the_papers_change_stands_beside_ours_of_both_arms(folder: Path) -> None
 def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int, bool]] = []
 
-    def documents(source: str, tokenizer: Any, count: int, tokens: int, *, held_out: bool) -> list[tuple[str, int]]:
+    def documents(
+        source: str, tokenizer: Any, count: int, tokens: int, *, held_out: bool, seed: int
+    ) -> list[tuple[str, int]]:
         asked.append((source, count, held_out))
         return [(source, number) for number in range(count)]
 
@@ -94,6 +97,14 @@ def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.M
     tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
     streaming.held_out_texts(tiny, byte_tokenizer(), 2, 9)
     assert asked == [("generated", 2, False)]
+
+
+def test_the_text_is_the_runs_own_held_out_part_whatever_its_seed(tmp_path: Path) -> None:
+    """The generated text depends on the seed: another one is text that the run's clients never had a part of."""
+    sitting = Sitting(table_named("streaming"), "tiny", tmp_path, given=("run.seed=3",))
+    (read,) = streaming.held_out_texts(sitting, byte_tokenizer(), 1, 200)
+    tested = split_regions(load_filler("generated", 3), byte_tokenizer(), 200)["test"]
+    assert read == tested.ids[:200]
 
 
 def test_the_summary_counts_bins_and_tells_whether_the_cache_grew() -> None:

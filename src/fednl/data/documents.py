@@ -11,7 +11,7 @@ from fednl.errors import DataError
 
 
 def documents(
-    filler: str, tokenizer: Tokenizer, count: int, tokens: int, *, held_out: bool = False
+    filler: str, tokenizer: Tokenizer, count: int, tokens: int, *, held_out: bool = False, seed: int = 0
 ) -> list[tuple[int, ...]]:
     """Cuts documents out of text that no task trains on.
 
@@ -24,11 +24,12 @@ def documents(
         tokens: tokens a document.
         held_out: the whole text is nobody's, as that of a held-out client; else the documents are of the part that
             every task keeps for testing.
+        seed: of the text task whose text it is, which matters for `"generated"` alone: another seed is another text.
 
     Raises:
         DataError: the text is too short; the sentence says how many documents it holds.
     """
-    text = load_filler(filler)
+    text = load_filler(filler, seed)
     region = tokenize(text, tokenizer) if held_out else split_regions(text, tokenizer, tokens)["test"]
     return spread(region, count, tokens, filler)
 

@@ -113,9 +113,9 @@ def held_out_texts(sitting: Sitting, tokenizer: Any, count: int, tokens: int) ->
     own = TextSettings.model_validate(config.task_settings)
     unseen = unseen_sources(config.data, own)
     sources = unseen or list(dict.fromkeys(client_sources(config.data, own).values()))
-    each = -(-count // len(sources))
+    each, seed = -(-count // len(sources)), config.run.seed
     try:
-        found = [documents(source, tokenizer, each, tokens, held_out=source in unseen) for source in sources]
+        found = [documents(source, tokenizer, each, tokens, held_out=source in unseen, seed=seed) for source in sources]
     except DataError as error:  # it names the keys of the tasks
         told = str(error).replace("data.filler", "text.sources").replace("data.tokens", "--lengths")
         raise DataError(f"--lengths {tokens}, {count} texts: {told}") from None
