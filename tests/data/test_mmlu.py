@@ -197,6 +197,30 @@ def test_jsonl_of_the_same_shape(tmp_path: Path) -> None:
     assert [(one.subject, one.gold) for one in found] == [("anatomy", 2), ("high_school_biology", 1)]
 
 
+def test_a_question_stands_once_whoever_holds_it_and_however_it_is_written(tmp_path: Path) -> None:
+    """Else one client's training question could be another's test question."""
+    first = row(0, "anatomy", answer="C")
+    spaced = first | {"subject": "virology", "question": "What is  0 of\nanatomy?", "choices": [*first["choices"]]}
+    turned = first | {"subject": "nutrition", "choices": first["choices"][::-1], "answer": "B"}
+    told: list[str] = []
+    found = read_questions(write_rows(tmp_path / "q.jsonl", [first, spaced, turned]), ["test"], told.append)
+    assert [(one.subject, one.right) for one in found] == [("anatomy", "answer 0c")] and not told
+
+
+def test_questions_that_contradict_one_another_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [row(0, "anatomy"), row(1, "anatomy"), row(0, "anatomy", answer=1), row(0, "anatomy", answer=2)]
+    told: list[str] = []
+    found = read_questions(write_rows(tmp_path / "q.jsonl", rows), ["test"], told.append)
+    assert [one.question for one in found] == ["What is 1 of anatomy?"]
+    (text,) = told
+    assert "1 question left out" in text and "line 1, and" in text and "line 3)" in text and "What is" not in text
+    # The right text offered twice is no contradiction, whichever of the two the source calls right.
+    twins = [row(2, "anatomy", choices=["a", "b", "a", "d"], answer=gold) for gold in (0, 2)]
+    assert len(read_questions(write_rows(tmp_path / "q.jsonl", twins), ["test"], told.append)) == 1 and len(told) == 1
+    with pytest.raises(DataError, match="holds no question"):
+        read_questions(write_rows(tmp_path / "q.jsonl", rows[::2]), ["test"])
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -208,7 +232,6 @@ def test_jsonl_of_the_same_shape(tmp_path: Path) -> None:
             for wrong in ("", " ", None, ["d"], 4)
         ),
         (row(0, "anatomy", choices=["a", "a ", "a", "a"]), "line 2: .*all the same"),
-        (row(0, "anatomy", answer=1), r"line 2: the same question .* another answer in .*q\.jsonl, line 1"),
         (row(0, " "), '"question" and "subject"'),
         (row(0, "anatomy", question=" "), '"question" and "subject"'),
         (row(0, ""), '"question" and "subject"'),

@@ -97,7 +97,16 @@ def test_csv_files_in_mmlus_layout(tmp_path: Path) -> None:
     assert len(read_questions(str(tmp_path), ["test", "dev"])) == 5
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"caf\xe9,a,b,c,d,A\n", "not UTF-8"), (b"a\nb,c\n", "has 1 fields")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"caf\xe9,a,b,c,d,A\n", "not UTF-8"),
+        (b"a\nb,c\n", "has 1 fields"),
+        # A quotation mark that nothing closes: two rows would be read as one question, with the second one's answer.
+        (b'Q zero,i,j,k,l,C\n"Q one,a,b,c,d,A\n"Q two,e,f,g,h,B\n', r"row 2 \(up to line 3\), is not readable"),
+        (b'Q zero,i,j,k,l,C\n"Q one,a,b,c,d,A\n', "row 2 .* is not readable"),
+    ],
+)
 def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "anatomy_test.csv").write_bytes(content)

@@ -34,6 +34,11 @@ class LabelledText:
     label: str
     row: int
 
+    @property
+    def words(self) -> str:
+        """What makes it this text: its words, with one space between."""
+        return " ".join(self.text.split())
+
 
 def read_labelled(source: str, text: str = "text", label: str = "label", split: str = "train") -> list[LabelledText]:
     """Reads labelled texts; of equal texts only the first stays, so that no text can be in two splits.
@@ -60,7 +65,7 @@ def read_labelled(source: str, text: str = "text", label: str = "label", split: 
     found: dict[str, LabelledText] = {}
     for number, row in enumerate(rows, 1):
         one = _checked(row, text, label, source, number)
-        found.setdefault(" ".join(one.text.split()), one)
+        found.setdefault(one.words, one)
     if not found:
         raise DataError(f"{source} holds no row: name a set with at least a few labelled texts.")
     return list(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from fednl.data.client_checks import check_clients
-from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts, shared_tokens
+from fednl.data.examples import LETTERS, Splits, Tokenizer, encode_texts, origin_of, shared_tokens
 from fednl.data.packaged_questions import PACKAGED
 from fednl.data.questions import Question, read_questions
 from fednl.data.settings import DataSettings
@@ -30,7 +30,7 @@ class MmluSettings(Section):
 
     Of a client's questions one in six is for testing; validation questions are taken out of the others.
     `evaluation.answer = "letters"` offers the choices and scores the letters, `"candidates"` leaves them out and scores
-    their texts.
+    their texts. Where two choices are the right text, either text is right, and of the letters the source's own alone.
 
     Args:
         source: `"packaged"`, a `.jsonl` file, a folder of MMLU's CSV or parquet files, or what `datasets` loads: a
@@ -69,6 +69,7 @@ class ChoiceExample:
         candidates: four letters, or four texts.
         candidate_ids: their tokens as they continue the prompt.
         gold: index of the right one.
+        origin: names the question, however it is asked (`fednl.data.examples.origin_of`).
     """
 
     client: str
@@ -83,10 +84,17 @@ class ChoiceExample:
     removed_ids: tuple[int, ...] = ()
     question_start: int = 0
     task: str = ""
+    origin: str = ""
 
 
 def build(
-    settings: DataSettings, tokenizer: Tokenizer, window_tokens: int, answer: str, seed: int, own: MmluSettings
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    window_tokens: int,
+    answer: str,
+    seed: int,
+    own: MmluSettings,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Splits[ChoiceExample]]:
     """Makes every client's training, validation and test questions; none is in two of them.
 
@@ -99,6 +107,7 @@ def build(
         answer: `"letters"` or `"candidates"`.
         seed: the run's seed.
         own: the `[mmlu]` section.
+        note: is told in one line which questions are left out because the source contradicts itself.
 
     Raises:
         SettingsError: the answer format, the groups, the clients or the token budget cannot be as set.
@@ -108,7 +117,7 @@ def build(
         raise SettingsError(f'evaluation.answer is "{answer}"; the mmlu task knows "letters" and "candidates".')
     groups = read_groups(own.groups)
     names = client_names(settings, list(groups))
-    questions = read_questions(own.source, own.splits)
+    questions = read_questions(own.source, own.splits, note)
     prompts = _Prompts(own, tokenizer, answer, settings.tokens)
     clients = {}
     for name in names:
@@ -211,7 +220,15 @@ class _Prompts:
                 ids = tuple(tuple(row[shared:]) for row in rows[1:])
                 made.append(
                     ChoiceExample(
-                        client, "", 0, one.subject, tuple(rows[1][:shared]), self._answers(one), ids, one.gold
+                        client,
+                        "",
+                        0,
+                        one.subject,
+                        tuple(rows[1][:shared]),
+                        self._answers(one),
+                        ids,
+                        one.gold,
+                        origin=origin_of(*one.texts),
                     )
                 )
             elif self._own.long_questions == "refuse":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fednl.data.classification_settings import LABEL, TEXT, ClassificationSettings
-from fednl.data.examples import Tokenizer, encode_texts
+from fednl.data.examples import Tokenizer, encode_texts, origin_of
 from fednl.data.labelled_texts import LabelledText
 from fednl.errors import DataError, SettingsError
 
@@ -29,6 +29,7 @@ class LabelledExample:
         shots_ids: the prompt with the client's demonstrations before it; of test examples only.
         separator_ids: the line break that ends a demonstration.
         task: the class, so that head and tail of a long tail can be told apart.
+        origin: names the text, however much of it is shown (`fednl.data.examples.origin_of`).
     """
 
     client: str
@@ -44,6 +45,7 @@ class LabelledExample:
     removed_ids: tuple[int, ...] = ()
     question_start: int = 0
     task: str = ""
+    origin: str = ""
 
 
 class Template:
@@ -128,6 +130,7 @@ class Template:
                     task=row.label,
                     shots_ids=(),
                     separator_ids=self._separator,
+                    origin=origin_of(row.words),
                 )
             )
         return made

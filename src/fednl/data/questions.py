@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,25 @@ class Question:
     split: str
     where: str
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What makes it this question: the words of the text, and those of the answers in any order."""
+        question, *choices = (" ".join(text.split()) for text in (self.question, *self.choices))
+        return (question, *sorted(choices))
 
-def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
-    """Reads questions; of equal ones only the first stays, so that no question can be in two splits.
+    @property
+    def right(self) -> str:
+        """The words of the right answer."""
+        return " ".join(self.choices[self.gold].split())
+
+
+def read_questions(
+    source: str, splits: Sequence[str], note: Callable[[str], None] = lambda text: None
+) -> list[Question]:
+    """Reads questions; of equal ones only the first stays, so that none can be in two splits or with two clients.
+
+    Equal are those of the same words, whatever the spaces, the order of the choices and the subject. Where equal ones
+    have unlike right answers none stays, as nobody knows which is right, and how many are left out is noted.
 
     Args:
         source: `"packaged"`; a `.jsonl` file of objects with `question`, `choices` (four), `answer` (an index or a
@@ -46,6 +62,7 @@ def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
             for the package `datasets`, such as `cais/mmlu`.
         splits: which splits of the source are read, each of which must hold a question; `"validation"` is also the
             original layout's `val`. A source without splits is read whole.
+        note: is told in one line what is left out.
 
     Raises:
         SettingsError: there is no such file, folder, data set or split, or `datasets` is missing.
@@ -54,17 +71,23 @@ def read_questions(source: str, splits: Sequence[str]) -> list[Question]:
     path = fetch_questions() if source == PACKAGED else Path(source).expanduser()
     found: dict[tuple[str, ...], Question] = {}
     held: set[str] = set()
+    disputed: list[Question] = []
     for one in _read(path, source, splits):
         held.add(one.split)
         if not one.split or one.split in splits:
-            first = found.setdefault((one.question, *one.choices), one)
-            if first.gold != one.gold:
-                raise DataError(
-                    f"{one.where}: the same question with the same choices has another answer in {first.where}; mend "
-                    "or remove one of the two rows."
-                )
+            first = found.setdefault(one.texts, one)
+            if first.right != one.right:
+                disputed.append(one)
     if held and "" not in held:
         _refuse_missing(splits, held, source)
+    if disputed:
+        first = found[disputed[0].texts]
+        left_out = {one.texts for one in disputed}
+        found = {texts: one for texts, one in found.items() if texts not in left_out}
+        note(
+            f"{source}: {len(left_out)} question{'s' * (len(left_out) > 1)} left out, as the same one with the same "
+            f"choices stands there again with another answer ({first.where}, and {disputed[0].where})"
+        )
     if not found:
         raise DataError(f"{source} holds no question; name another source in mmlu.source.")
     return list(found.values())
@@ -131,7 +154,9 @@ def _table(path: Path, split: str, source: str) -> Iterator[Question]:
             yield _checked(row, f"{path.parent.name}/{path.name}, row {number}", split)
         return
     subject = path.stem.removesuffix(f"_{path.parent.name}")
-    reader = csv.reader(io.StringIO(read_utf8(path, path.name), newline=""))
+    # Strict: a quotation mark that nothing closes would join two rows into one without a word.
+    reader = csv.reader(io.StringIO(read_utf8(path, path.name), newline=""), strict=True)
+    number = 0
     try:
         for number, fields in enumerate(reader, 1):
             if not fields:  # a blank line
@@ -141,7 +166,9 @@ def _table(path: Path, split: str, source: str) -> Iterator[Question]:
             row = {"question": fields[0], "choices": fields[1:5], "answer": fields[5], "subject": subject}
             yield _checked(row, f"{path.name}, row {number}", split)
     except csv.Error as error:
-        raise DataError(f"{path.name}, line {reader.line_num}, is not readable ({error}); mend it.") from None
+        raise DataError(
+            f"{path.name}, row {number + 1} (up to line {reader.line_num}), is not readable ({error}); mend it."
+        ) from None
 
 
 def _hub_rows(source: str, path: Path, split: str) -> Iterable[Mapping[str, Any]]:
