@@ -250,6 +250,21 @@ def test_ties_are_broken_among_the_tied_only() -> None:
     assert tie_order("c", 7, 4) == tie_order("c", 7, 4)
 
 
+@pytest.mark.parametrize("gold", [1, 3])
+def test_the_right_answers_twin_is_right(gold: int) -> None:
+    """A question that offers the right text twice: a tie between the two was broken as if one of them were wrong."""
+    asked = [replace(ask(i, length=5), candidate_ids=((1,), (2, 7), (3,), (2, 7)), gold=gold) for i in range(60)]
+
+    def likely(seen: tuple[int, ...]) -> Tensor:
+        return torch.zeros(VOCAB).index_fill(0, torch.tensor([2, 7]), 1.0)
+
+    _, outcomes = function_score(likely, asked)
+    assert all(o.correct and o.chosen == gold for o in outcomes)
+    # Twins among the wrong ones stay wrong.
+    _, outcomes = function_score(likely, [replace(one, gold=0) for one in asked])
+    assert {o.chosen for o in outcomes} == {1, 3} and not any(o.correct for o in outcomes)
+
+
 def test_only_the_logits_that_are_needed_are_computed() -> None:
     model, _ = function_score(lambda seen: torch.zeros(VOCAB), [ask(i) for i in range(4)], piece_tokens=8)
     assert model.calls == [(4, 8, 1), (4, 8, 1), (4, 4, 1), (16, 4, 0)]

@@ -37,7 +37,9 @@ def score_candidates(
 
     A candidate's score is the mean log probability of its tokens after the prompt (length-normalised); the
     highest is chosen. Scores within `TIE_NATS` of the highest are tied, and a permutation of the positions
-    that depends on client and index alone picks among them: a model that knows nothing is at chance.
+    that depends on client and index alone picks among them: a model that knows nothing is at chance. A candidate of
+    the right one's very tokens is as right, and counts as the right one's position: some of MMLU's questions offer
+    the right text twice.
 
     `recall` is read off the same pass: every token of the right candidate is the likeliest one after the
     prompt and the candidate's tokens before it. This equals greedy generation that reproduces the right
@@ -185,6 +187,8 @@ def _outcome(example: Example, rows: Sequence[tuple[list[float], list[bool]]]) -
     best = max(scores)
     order = tie_order(example.client, example.index, len(rows))
     chosen = next(position for position in order if scores[position] >= best - TIE_NATS)
+    if example.candidate_ids[chosen] == example.candidate_ids[example.gold]:
+        chosen = example.gold  # the same answer offered twice: whichever is named is right
     hits = rows[example.gold][1]
     return Outcome(
         client=example.client,
