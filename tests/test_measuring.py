@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fednl.answers import forget
 from fednl.arms import TRAINED, make_algorithm
 from fednl.client import Bench
 from fednl.errors import CheckpointError, DataError, SettingsError
@@ -20,7 +21,7 @@ from fednl.evaluation.shares import wilson
 from fednl.federation.checkpoint import load_newest
 from fednl.federation.params import personal
 from fednl.federation.wire import unpack
-from fednl.measuring import changed_settings, forget, results_name
+from fednl.measuring import changed_settings, results_name
 from fednl.report import report
 from fednl.runs import Run
 from fednl.training import config_of, evaluate, resume, train
@@ -282,11 +283,40 @@ def test_outcomes_that_lost_lines_are_measured_again(run: Run) -> None:
     assert path.read_text() == before
 
 
+def test_arms_are_not_compared_over_a_text_that_changed_between_them(run: Run, tmp_path: Path) -> None:
+    """One arm was measured, the text edited, and the next arm's answers to new questions were paired with the old."""
+    config, path = run.read_json("config.json"), run.path / "results/needles.outcomes.jsonl"
+    text = Path(config["data"]["filler"]).read_text(encoding="utf-8")
+    config["data"]["filler"] = str(tmp_path / "edited.txt")
+    (tmp_path / "edited.txt").write_text(text.replace("river", "rivers"), encoding="utf-8")
+    run.write_json("config.json", config)
+    before = path.read_bytes()
+    more = ["evaluation.arms=['public-rules']"]
+    for anew in (True, False):
+        with pytest.raises(CheckpointError, match="answers of window-only, federated, local-only to other questions"):
+            evaluate(run.path, overrides=more, anew=anew)
+    unnamed = "".join(
+        json.dumps({key: value for key, value in json.loads(line).items() if key != "question"}) + "\n"
+        for line in before.decode().splitlines()
+    )
+    path.write_text(unnamed)  # as before there were names: the results file says what was asked
+    with pytest.raises(CheckpointError, match="remove that file and have all arms measured again"):
+        evaluate(run.path, overrides=more)
+    assert path.read_text() == unnamed
+    evaluate(run.path)  # all of them anew
+    assert path.read_bytes() != before and {row["method"] for row in results(run)} == set(ARMS)
+
+
 def test_only_results_of_changed_rules_are_forgotten(run: Run) -> None:
     forget(run, [])
     forget(run, ["pooled"])
-    assert (run.path / "results/needles.json").exists()
+    read = run.path / "results/streams-64.jsonl"
+    read.write_text('{"arm": "federated", "item": 0, "found": {}}\n')
+    forget(run, ["pooled"])
+    assert read.exists() and (run.path / "results/needles.json").exists()
     forget(run, ["local-only"])
+    assert read.exists()
+    forget(run, ["federated"])
     assert list((run.path / "results").iterdir()) == []
 
 

@@ -31,7 +31,8 @@ from fednl.arms import (
     training_of,
 )
 from fednl.config import Config
-from fednl.data import Splits, Stream, collate, demonstrations, partition_rows, stream_task, task
+from fednl.data import Splits, Stream, collate, demonstrations, partition_rows
+from fednl.data.partition import question_digest
 from fednl.errors import BackboneError, MessageError, NonFiniteError
 from fednl.evaluation.outcomes import Outcome
 from fednl.federation.frames import OnProgress
@@ -41,6 +42,7 @@ from fednl.federation.lora_ranks import padded
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params
 from fednl.federation.sharing import take_part
+from fednl.holdings import held
 from fednl.memory import MemoryCache
 from fednl.memory.prefix import Kept, PrefixCache
 from fednl.memory.rules_file import assign, backbone_identity
@@ -60,7 +62,7 @@ class Bench:
 
     Args:
         config: the run's settings.
-        note: is told in one line about a download or a conversion.
+        note: is told in one line about a download, a conversion, or what of the data is left out.
 
     Raises:
         FednlError: the backbone, the data or the start rules cannot be used as set.
@@ -75,21 +77,8 @@ class Bench:
             self.identity = backbone_identity(self.model)
         except BackboneError as error:
             raise BackboneError(f'backbone.id = "{config.backbone.id}": {error}') from None
-        made_from = (
-            config.data,
-            self.backbone.tokenizer,
-            config.memory.window_tokens,
-            config.evaluation.answer,
-            config.run.seed,
-            *([config.task_settings] if config.task_settings else []),
-        )
-        self.data: dict[str, Splits[Any]]
-        self.stream: Stream | None = None
-        if config.tasks.order:
-            self.data = stream_task(config.data.task)(*made_from, config.tasks)
-            self.stream = Stream(config.tasks, tuple(self.data))
-        else:
-            self.data = task(config.data.task)(*made_from)
+        self.data: dict[str, Splits[Any]] = held(config, self.backbone.tokenizer, note)
+        self.stream = Stream(config.tasks, tuple(self.data)) if config.tasks.order else None
         self._setup: Setup | None = "bare"
         self._adapters: list[Adapter] = []
         self._start: dict[Setup, Params] = {}
@@ -260,7 +249,8 @@ class Bench:
             batch=self.config.evaluation.batch,
             on_scored=lambda done: on_progress({"done": done, "total": len(examples)}),
         )
-        return [replace(outcome, task=one.task) for outcome, one in zip(outcomes, examples, strict=True)]
+        pairs = zip(outcomes, examples, strict=True)
+        return [replace(outcome, task=one.task, question=question_digest(one)) for outcome, one in pairs]
 
     def answered(self, arm: str, client: str, params: Params) -> list[Outcome]:
         """A client's validation questions, answered with these rules."""

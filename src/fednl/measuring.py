@@ -6,16 +6,17 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
+from fednl.answers import OUTCOMES, check_questions, earlier, keep
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.long_tail import thirds
 from fednl.data.tasks import not_read
-from fednl.errors import CheckpointError, DataError, FednlError, SettingsError
+from fednl.errors import CheckpointError, SettingsError
 from fednl.evaluation.measures import MEASURES
-from fednl.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
+from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import result_rows
 from fednl.evaluation.settings import ARMS
 from fednl.federation.checkpoint import load_newest, read_tensors
@@ -29,10 +30,7 @@ from fednl.origin import FILE
 from fednl.runs import Run
 
 OnEvent = Callable[[Mapping[str, Any]], None]
-OUTCOMES = ".outcomes.jsonl"
 _LONGEST = 40
-AFTER = "@"
-"""Parts an arm's name from the number of tasks after which it answered, in the outcomes of a stream."""
 # They change what is trained or how fast it is measured, not what a test question is.
 _SAME_QUESTIONS = {f"data.{key}" for key in ("task", "train", "shortest", "validation", "questions")}
 _SAME_QUESTIONS |= {"evaluation.arms", "evaluation.batch"}
@@ -93,15 +91,20 @@ def measure(
         afresh: arms that are measured again.
 
     Raises:
+        CheckpointError: arms that are not measured again were asked other questions.
         FednlError: something went wrong in a job, or a file is damaged or cannot be written.
     """
     measured_of = MEASURES[config.data.task]
     name = results_name(config.data.task, changed or {})
     path = run.folder("results") / f"{name}{OUTCOMES}"
     asked = {arm: _asked(run, facts, arm, config.evaluation.clients) for arm in VIEWS}
+    prompts = {row["client"]: row["sha256"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
+    answered = earlier(path, on_event)
+    stay = {arm: outcomes for arm, outcomes in answered.items() if arm not in afresh}
+    check_questions(path, stay, facts["questions"], _prompts_before(run, f"results/{name}.json"), prompts)
     found = {
         arm: outcomes
-        for arm, outcomes in earlier(path, on_event).items()
+        for arm, outcomes in answered.items()
         if Counter(one.client for one in outcomes) == Counter(asked.get(arm, {}))
     }
     for arm in config.evaluation.arms:
@@ -122,44 +125,16 @@ def measure(
         chance=1 / facts["candidates"],
         groups=_groups(config, facts),
     )
-    prompts = {row["client"]: row["sha256"] for row in facts["partition"] if row["split"] == "test" and row["n"]}
-    told = {"changed": dict(changed)} if changed else {}
-    run.write_json(f"results/{name}.json", {"rows": rows, "questions": prompts, **told})
+    other = {"changed": dict(changed)} if changed else {}
+    run.write_json(f"results/{name}.json", {"rows": rows, "questions": prompts, **other})
 
 
-def forget(run: Run, trained: Collection[str]) -> None:
-    """Removes the results of arms whose rules are about to be trained further: they are no longer of those rules.
-
-    Args:
-        run: the run.
-        trained: names in `TRAINED`.
-    """
-    for path in (run.path / "results").glob(f"*{OUTCOMES}"):
-        arms = {name.partition(AFTER)[0] for name in earlier(path)}
-        if any(arm not in VIEWS or VIEWS[arm].rules in trained for arm in arms):
-            path.unlink()
-            path.with_name(path.name.removesuffix(OUTCOMES) + ".json").unlink(missing_ok=True)
-
-
-def earlier(path: Path, on_event: OnEvent = lambda event: None) -> dict[str, list[Outcome]]:
-    """Gives the outcomes of earlier sittings by arm; damaged ones are told and measured again."""
+def _prompts_before(run: Run, name: str) -> dict[str, str]:
+    """What a results file says was asked: client -> SHA-256; nothing where it is missing, damaged or says nothing."""
     try:
-        return load_outcomes(path) if path.exists() else {}
-    except DataError:
-        on_event({"event": "note", "text": f"{path} is damaged, so everything in it is measured again"})
+        return dict(run.read_json(name).get("questions", {}))
+    except CheckpointError:
         return {}
-
-
-def keep(path: Path, found: Mapping[str, Sequence[Outcome]]) -> None:
-    """Writes outcomes by arm, whole or not at all.
-
-    Raises:
-        FednlError: the file cannot be written.
-    """
-    try:
-        save_outcomes(path, found)
-    except OSError as error:
-        raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space and resume.") from None
 
 
 def _groups(config: Config, facts: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fednl.answers import AFTER, OUTCOMES, earlier, keep
 from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
 from fednl.config import Config
 from fednl.data.stream import Stream
-from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.outcomes import Outcome, unlike_questions
 from fednl.evaluation.stream import stream_rows
 from fednl.federation.checkpoint import load_round
 from fednl.federation.inline import Pool
 from fednl.federation.params import Params
-from fednl.measuring import AFTER, OUTCOMES, OnEvent, earlier, keep, score_arm
+from fednl.measuring import OnEvent, score_arm
 from fednl.runs import Run
 
 NAME = "stream"
@@ -51,7 +52,7 @@ def measure_stream(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any
             due = [outcome for outcome in final[arm] if outcome.task in tasks[outcome.client]]
             asked = {client: sum(outcome.client == client for outcome in due) for client in answering}
             key = f"{arm}{AFTER}{place}"
-            if len(found.get(key, [])) != len(due):
+            if len(found.get(key, [])) != len(due) or unlike_questions(due, found[key]):
                 rules = _rules_after(run, config, VIEWS[arm].rules, round, list(asked))
                 found[key] = score_arm(pool, arm, rules, asked, on_event, tasks, f", after task {place}")
                 keep(path, found)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fednl.answers import forget
 from fednl.arms import (
     POOLED,
     TRAINED,
@@ -30,7 +31,7 @@ from fednl.federation.pool import Job
 from fednl.federation.record import Validation
 from fednl.federation.wire import pack, unpack
 from fednl.federation.workers import ProcessTransport
-from fednl.measuring import changed_settings, forget, measure
+from fednl.measuring import changed_settings, measure
 from fednl.measuring_stream import measure_stream
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
 from fednl.pools import described, working
@@ -114,6 +115,7 @@ def evaluate(
 
     Raises:
         SettingsError: the folder is no run, or an override touches what was trained.
+        CheckpointError: the backbone is not what it was, or arms that are not measured again were asked other questions.
     """
     run = Run.open(Path(path))
     own = config_of(run)

@@ -12,6 +12,7 @@ from typing import Any
 from fednl.client import Bench
 from fednl.config import Config
 from fednl.data import load_filler, partition_rows
+from fednl.data.partition import question_digest
 from fednl.errors import NonFiniteError
 from fednl.evaluation.measures import MEASURES
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
@@ -41,6 +42,7 @@ def handlers(config: Config) -> dict[str, Handler]:
             "partition": [vars(row) for row in partition_rows(own.data)],
             "kinds": Counter(one.task for splits in own.data.values() for one in splits.train if one.task),
             "candidates": own.candidates,
+            "questions": {client: [question_digest(one) for one in splits.test] for client, splits in own.data.items()},
         }
         if own.backbone.context_tokens:
             facts["context_tokens"] = own.backbone.context_tokens

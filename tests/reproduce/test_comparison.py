@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,30 @@ def test_what_is_won_where_a_line_does_not_count_is_no_win(tmp_path: Path) -> No
     names = [line.split("|")[1].strip() for line in page.text.splitlines() if line.startswith("| FedAvg-LoRA, full")]
     assert set(names[1:]) == {f"{needles.CEILING.name} (outside trained range)"} and len(names) == 4
     assert json.dumps(rows).count("outside trained range, does not count") == len(one.metrics)
+
+
+def test_runs_that_read_a_source_which_changed_in_between_are_not_compared(tmp_path: Path) -> None:
+    """Numbers and right answers agree, so that nothing but the questions' names tells."""
+    sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(512)
+
+    def named(how: tuple[int, float], text: str) -> list[Outcome]:
+        return [replace(one, question=f"{text} {one.index}") for one in outcomes(*how)]
+
+    answers = {
+        needles.OURS.name: named((14, 0.5), "a"),
+        needles.FLOOR.name: named((5, 2.0), "a"),
+        needles.CEILING.name: named((3, 3.0), "b"),
+        needles.LINES[3].name: outcomes(5, 2.0),  # of a folder from before there were names
+    }
+    shown = Shown((), "", more=needles.closed_lines, rows=needles.rows_of)
+    page = written(sitting, [one], {one.name: answers}, shown)
+    verdicts = {(row["baseline"], row["verdict"]) for row in page.measured[one.name] if row["metric"] == "difference"}
+    assert verdicts == {
+        (needles.FLOOR.name, "better"),
+        (needles.LINES[3].name, "better"),
+        (needles.CEILING.name, "asked other prompts, does not count"),
+    }
+    assert page.text.count("no share, as floor or ceiling does not count (asked other prompts)") == 2
 
 
 def test_lines_that_were_asked_other_prompts_are_not_compared(tmp_path: Path) -> None:

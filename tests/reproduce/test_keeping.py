@@ -54,3 +54,26 @@ def test_what_is_on_a_line_is_not_done_again(tmp_path: Path) -> None:
     counts: list[int] = []
     whole = keeping.kept(path, asked, lambda arm, item: {"value": -1.0}, counts.append)
     assert whole == {**first, ("b", 1): {"value": -1.0}} and counts == [1, 2, 3, 4]
+
+
+def test_what_was_found_for_another_text_of_the_same_number_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Two arms were paired by number, though the text had been edited between one and the other."""
+    path, asked = tmp_path / "found.jsonl", [(arm, item) for item in range(2) for arm in "ab"]
+
+    def found(work: float, texts: dict[int, str] | None, some: int = 4) -> list[float]:
+        made = keeping.kept(path, asked[:some], lambda arm, item: {"value": work}, named=texts)
+        return [one["value"] for one in made.values()]
+
+    then, now = {0: "x", 1: "y"}, {0: "x", 1: "z"}
+    assert not keeping.is_kept(path, asked)
+    assert found(1.0, then, 3) == [1.0] * 3 and not keeping.is_kept(path, asked)
+    assert found(2.0, now) == [1.0, 1.0, 2.0, 2.0] and keeping.is_kept(path, asked)
+    assert found(3.0, None) == [1.0, 1.0, 2.0, 2.0]  # nothing is missing, so that nothing has to be loaded
+    assert found(3.0, then) == [1.0, 1.0, 1.0, 3.0]  # the first text is back, and with it what was found for it
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path.write_text(path.read_text().replace(', "of": "x"', ""))  # of before there were names
+    assert found(4.0, {0: "w", 1: "z"}) == [1.0, 1.0, 2.0, 2.0]
+    # The newest of two arms are of two texts: one was stopped in between.
+    keeping.kept(path, [("a", 0)], lambda arm, item: {"value": 5.0}, named={0: "v"})
+    path.write_text(path.read_text() + '{"arm": "a", "item": 1, "of": "u", "found": {"value": 6.0}}\n')
+    assert not keeping.is_kept(path, asked)

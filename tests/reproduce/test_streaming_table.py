@@ -13,7 +13,7 @@ import pytest
 from fednl.data.fillers import load_filler, split_regions
 from fednl.errors import DataError, Interrupted, SettingsError
 from fednl.models.tiny import byte_tokenizer
-from fednl.reproduce import streaming, table_named
+from fednl.reproduce import reading, streaming, table_named
 from fednl.reproduce.sitting import Sitting
 
 
@@ -86,23 +86,23 @@ def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("fednl.data.documents.documents", documents)
     small = Sitting(table_named("streaming"), "small", tmp_path)
-    found = streaming.held_out_texts(small, byte_tokenizer(), 5, 16_384)
+    found = reading.held_out_texts(small, byte_tokenizer(), 5, 16_384)
     assert asked == [("bbc-news/politics", 3, True), ("bbc-news/tech", 3, True)]
     assert found[:3] == [("bbc-news/politics", 0), ("bbc-news/tech", 0), ("bbc-news/politics", 1)] and len(found) == 5
     asked.clear()
     given = ('data.hold-out-clients=["sports", "tech"]',)
-    streaming.held_out_texts(Sitting(table_named("streaming"), "small", tmp_path, given=given), byte_tokenizer(), 2, 9)
+    reading.held_out_texts(Sitting(table_named("streaming"), "small", tmp_path, given=given), byte_tokenizer(), 2, 9)
     assert [source for source, _, _ in asked] == ["bbc-news/sports", "bbc-news/tech"]
     asked.clear()
     tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
-    streaming.held_out_texts(tiny, byte_tokenizer(), 2, 9)
+    reading.held_out_texts(tiny, byte_tokenizer(), 2, 9)
     assert asked == [("generated", 2, False)]
 
 
 def test_the_text_is_the_runs_own_held_out_part_whatever_its_seed(tmp_path: Path) -> None:
     """The generated text depends on the seed: another one is text that the run's clients never had a part of."""
     sitting = Sitting(table_named("streaming"), "tiny", tmp_path, given=("run.seed=3",))
-    (read,) = streaming.held_out_texts(sitting, byte_tokenizer(), 1, 200)
+    (read,) = reading.held_out_texts(sitting, byte_tokenizer(), 1, 200)
     tested = split_regions(load_filler("generated", 3), byte_tokenizer(), 200)["test"]
     assert read == tested.ids[:200]
 
@@ -134,5 +134,5 @@ def test_a_length_that_cannot_be_read_is_told_by_its_option(tmp_path: Path) -> N
         reproduce(tmp_path, asked_lengths=(1, 65))
     tiny = Sitting(table_named("streaming"), "tiny", tmp_path)
     with pytest.raises(DataError, match=r"--lengths 900000, 2 texts: .*text\.sources") as told:
-        streaming.held_out_texts(tiny, byte_tokenizer(), 2, 900_000)
+        reading.held_out_texts(tiny, byte_tokenizer(), 2, 900_000)
     assert "data." not in str(told.value)

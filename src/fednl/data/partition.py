@@ -114,10 +114,22 @@ def partition_rows(clients: Mapping[str, Splits[Any]]) -> list[PartitionRow]:
     ]
 
 
+def question_digest(one: Example) -> str:
+    """Names a question by what is asked: 16 hexadecimal digits; equal questions have equal ones.
+
+    Args:
+        one: the question; its tokens, those of its answers and which is right count, not whose it is or its number.
+    """
+    return hashlib.sha256(_content(one)).hexdigest()[:16]
+
+
+def _content(one: Example) -> bytes:
+    return json.dumps([one.prompt_ids, one.candidate_ids, one.gold, one.removed_ids, *one.further]).encode()
+
+
 def _row(client: str, split: str, examples: Sequence[Example]) -> PartitionRow:
     digest = hashlib.sha256()
     for one in examples:
-        parts = [one.prompt_ids, one.candidate_ids, one.gold, one.removed_ids, *one.further]
-        digest.update(json.dumps(parts).encode())
+        digest.update(_content(one))
     tokens = sum(len(one.prompt_ids) for one in examples)
     return PartitionRow(client, split, len(examples), tokens, digest.hexdigest())

@@ -29,6 +29,8 @@ UNEVEN: dict[str, dict[str, str]] = {
 }
 # Tasks whose examples can be shown with their answers (`fednl.data.examples.Demonstrated`), as context vectors need.
 DEMONSTRATED = ("classification",)
+# Tasks whose builder says in one line what it leaves out, to a callable `note`.
+TELLS = ("mmlu",)
 _EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0, "shortest": 0}
 
 Build = Callable[..., dict[str, Any]]

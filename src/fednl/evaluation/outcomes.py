@@ -27,6 +27,8 @@ class Outcome:
         token_accuracy: share of the right candidate's tokens that are the likeliest given those before.
         gold_tokens: tokens of the right candidate.
         task: where a client holds several kinds of data, or a stream of them, which of these asks; else empty.
+        question: names what was asked (`fednl.data.partition.question_digest`), so that answers to another question
+            are not taken for answers to this one; empty in files from before there was a name.
     """
 
     client: str
@@ -39,6 +41,7 @@ class Outcome:
     token_accuracy: float
     gold_tokens: int
     task: str = ""
+    question: str = ""
 
     @property
     def logprob_gold(self) -> float:
@@ -77,11 +80,24 @@ def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
-            outcome = Outcome(**{name: record[name] for name in names}, task=record.get("task", ""))
+            later = {name: record.get(name, "") for name in ("task", "question")}
+            outcome = Outcome(**{name: record[name] for name in names}, **later)
             arms.setdefault(record["arm"], []).append(outcome)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path} line {number} is not an outcome: measure the run again.") from None
     return arms
+
+
+def unlike_questions(some: Sequence[Outcome], others: Sequence[Outcome]) -> int:
+    """Counts the questions that have one client and number in two arms, and are not the same.
+
+    Args:
+        some: outcomes of one arm, in any order.
+        others: outcomes of another, or of another run. A question that one of the two does not name counts as the same.
+    """
+    named = {(one.client, one.index): one.question for one in some if one.question}
+    pairs = [(named.get((one.client, one.index), one.question), one.question) for one in others if one.question]
+    return sum(first != second for first, second in pairs)
 
 
 def values_by_client(outcomes: Sequence[Outcome], field: str) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from fednl.evaluation.measures import METRICS
-from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.outcomes import Outcome, unlike_questions
 from fednl.evaluation.rows import CHANCE, MACRO, Row, result_rows
 from fednl.reproduce import page
 from fednl.reproduce.table import Line, Page, Published
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Answers = dict[str, list[Outcome]]
 """Line -> its answers."""
+OTHERS = "asked other prompts"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     out = Run(sitting.out)
     lines = list(dict.fromkeys(line for one in asked for line in one.lines))
     seed = sitting.config(lines[0].method).run.seed
-    marks = {one.name: {line.name: shown.mark(line.name, one) for line in one.lines} for one in asked}
+    marks = {
+        one.name: {
+            line.name: shown.mark(line.name, one) or asked_others(found[one.name], line.name, one) for line in one.lines
+        }
+        for one in asked
+    }
     measured = {one.name: without_claims(shown.rows(found[one.name], one, seed), marks[one.name]) for one in asked}
     ours = {
         f"{METRICS[one.metrics[0]].column}, {one.title}": {
@@ -146,6 +152,20 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     parts += page.runs_table(out, sitting.numbers_shared(lines), sitting.size)
     parts += page.setup(Run(sitting.out / lines[0].method.name))
     return Page("\n\n".join(parts) + "\n", {name: rows for name, rows in measured.items() if rows})
+
+
+def asked_others(answers: Answers, line: str, one: Asked) -> str:
+    """Says that a line answered other questions than the first one: their runs read a source that changed in between.
+
+    Args:
+        answers: line -> its answers, as far as there are any.
+        line: the line's name.
+        one: the questions.
+
+    Returns:
+        Why its numbers do not count; empty where they do.
+    """
+    return OTHERS if unlike_questions(answers.get(one.lines[0].name, ()), answers.get(line, ())) else ""
 
 
 def without_claims(rows: Sequence[Row], marks: Mapping[str, str]) -> list[Row]:

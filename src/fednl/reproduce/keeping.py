@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fednl.answers import OUTCOMES, earlier
 from fednl.arms import make_algorithm
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
 from fednl.federation.checkpoint import read_tensors
-from fednl.measuring import OUTCOMES, changed_settings, earlier, results_name
+from fednl.measuring import changed_settings, results_name
 from fednl.runs import Run
 from fednl.training import config_of, evaluate, resume, train
 
@@ -119,6 +120,7 @@ def kept(
     asked: Sequence[tuple[str, int]],
     work: Callable[[str, int], Mapping[str, Any]],
     on_done: Callable[[int], None] = lambda done: None,
+    named: Mapping[int, str] | None = None,
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """What was found for every arm and item, doing only what is not on a line of a file yet.
 
@@ -127,12 +129,33 @@ def kept(
         asked: pairs of arm and item, in the order in which they are done.
         work: does one.
         on_done: called with how many of those asked are there, after each.
+        named: what each item is called now, such as a hash of its text: what was found for another of its number is
+            left aside, and done again for this one. None takes what is there. A line without a name counts for any.
     """
-    file = Run(path.parent)
-    done = {(line["arm"], line["item"]): line["found"] for line in file.read_jsonl(path.name)}
+    file, known = Run(path.parent), named or {}
+    done = {
+        (line["arm"], line["item"]): line["found"]
+        for line in file.read_jsonl(path.name)
+        if line.get("of", known.get(line["item"])) == known.get(line["item"]) or not known
+    }
     for place, (arm, item) in enumerate(asked, 1):
         if (arm, item) not in done:
             done[arm, item] = dict(work(arm, item))
-            file.append_jsonl(path.name, {"arm": arm, "item": item, "found": done[arm, item]})
+            of = {"of": known[item]} if item in known else {}
+            file.append_jsonl(path.name, {"arm": arm, "item": item, **of, "found": done[arm, item]})
         on_done(place)
     return {one: done[one] for one in asked}
+
+
+def is_kept(path: Path, asked: Sequence[tuple[str, int]]) -> bool:
+    """Whether all that `kept` would do is done, and the newest lines of an item are of one text in all arms.
+
+    Args:
+        path: as in `kept`.
+        asked: as in `kept`.
+    """
+    newest = {(line["arm"], line["item"]): line.get("of") for line in Run(path.parent).read_jsonl(path.name)}
+    names: dict[int, set[str | None]] = {}
+    for arm, item in asked:
+        names.setdefault(item, set()).add(newest.get((arm, item)))
+    return set(asked) <= newest.keys() and all(len(found - {None}) <= 1 for found in names.values())

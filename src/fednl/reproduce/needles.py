@@ -12,7 +12,16 @@ from fednl.evaluation.outcomes import values_by_client
 from fednl.evaluation.rows import MACRO, Row
 from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
-from fednl.reproduce.comparison import Answers, Asked, Shown, answered, comparison_rows, written
+from fednl.reproduce.comparison import (
+    OTHERS,
+    Answers,
+    Asked,
+    Shown,
+    answered,
+    asked_others,
+    comparison_rows,
+    written,
+)
 from fednl.reproduce.given import ONLY_ASKED, key_of
 from fednl.reproduce.keeping import questions
 from fednl.reproduce.sitting import Sitting
@@ -105,7 +114,8 @@ def rows_of(
         values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
-        if why := mark(CEILING.name, one) or mark(FLOOR.name, one):
+        ends = (CEILING.name, FLOOR.name)
+        if why := next(filter(None, (mark(end, one) or asked_others(answers, end, one) for end in ends)), ""):
             rows.append(row | {"note": why})
             continue
         share = share_closed(values[0], values[1], values[2], seed)
@@ -141,7 +151,7 @@ def _why_not(line: str, one: Asked, out: Path, reach: int | None) -> str:
     method = next(found.method for found in one.lines if found.name == line)
     ours, theirs = (questions(Run(out / name), one.changed) for name in (one.lines[0].method.name, method.name))
     # Facts stand outside the window: in a short prompt another window moves them.
-    other = "asked other prompts" if ours and theirs and ours != theirs else ""
+    other = OTHERS if ours and theirs and ours != theirs else ""
     return _outside(line, one.tokens, reach) or other
 
 

@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fednl.data.text import client_sources, unseen_sources
-from fednl.errors import DataError, SettingsError
+from fednl.answers import STREAMS
+from fednl.errors import SettingsError
 from fednl.evaluation.settings import ARMS
 from fednl.report.cells import bracket
 from fednl.report.words import markdown_table, number
-from fednl.reproduce import page, papers, settings
-from fednl.reproduce.keeping import kept
+from fednl.reproduce import page, papers
+from fednl.reproduce.keeping import is_kept, kept
+from fednl.reproduce.reading import CLOSED, FEDNL, FINE_TOKENS, OPEN, Reader
 from fednl.reproduce.sitting import Sitting
-from fednl.reproduce.table import Line, Method, Page, Scale, Table
+from fednl.reproduce.table import Line, Page, Scale, Table
 from fednl.runs import Run
 
 if TYPE_CHECKING:
     from fednl.evaluation.rows import Row
     from fednl.evaluation.streaming import StreamNats
 
-FEDNL = Method("fednl", settings.FEDNL)
-OPEN, CLOSED = "federated", "window-only"
 LINES = (Line("FedNL", FEDNL, OPEN, "FedNL"), Line("the same window, no memory", FEDNL, CLOSED))
 TEXTS = {"tiny": 2, "small": 16, "paper": 16}
 """How many texts are read at a scale."""
-FINE_TOKENS, BIN_TOKENS, COLD_TOKENS = 64, 1024, 1024
-"""Every text is read once, in fine bins; the coarse ones are made of them, and the first of them are the cold start."""
-_PIECE_TOKENS, _LEAST_TOKENS = 256, 2
+BIN_TOKENS, COLD_TOKENS = 1024, 1024
+"""The coarse bins are made of the fine ones, and the first of these are the cold start."""
+_LEAST_TOKENS = 2
 
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains one run, has it read text after text in both arms, and gives the tables after each text.
 
-    What was read stays in the run's own folder: it is of these rules and of no others.
+    What was read stays in the run's own folder: it is of these rules and of no others. Each line names its text by
+    hash, and a text that is another now is read again.
 
     Raises:
         SettingsError: a length that leaves nothing to foresee.
@@ -47,79 +47,13 @@ def work(sitting: Sitting) -> Iterator[Page]:
     for tokens in sitting.lengths:
         texts = TEXTS[sitting.scale]
         asked = [(arm, text) for text in range(texts) for arm in (OPEN, CLOSED)]
-        reader = _Reader(sitting, run, tokens, texts)
-        path = run.path / "results" / f"streams-{tokens}.jsonl"
+        reader = Reader(sitting, run, tokens, texts)
+        path = run.path / "results" / f"{STREAMS}{tokens}.jsonl"
+        # Whether a text is still the one that was read is looked at before another is read beside it.
+        named = None if is_kept(path, asked) else reader.named()
         for count in range(1, texts + 1):
-            found = kept(path, asked[: 2 * count], reader.read)
+            found = kept(path, asked[: 2 * count], reader.read, named=named)
             yield written(sitting, tokens, _by_arm(found))
-
-
-class _Reader:
-    """A trained run that reads; nothing is loaded before the first text that is not read yet."""
-
-    def __init__(self, sitting: Sitting, run: Run, tokens: int, texts: int) -> None:
-        self._sitting, self._run, self._tokens, self._count = sitting, run, tokens, texts
-        self._loaded: tuple[Any, list[tuple[int, ...]]] | None = None
-
-    def read(self, arm: str, text: int) -> Mapping[str, Any]:
-        """How one text is read in one arm."""
-        from contextlib import nullcontext
-
-        from fednl.evaluation.streaming import stream_nats
-        from fednl.memory import MemoryCache, closed
-
-        model, texts = self._ready()
-        done, total = (2 * text + (arm == CLOSED)) * self._tokens, 2 * self._count * self._tokens
-        begins = {"event": "phase", "name": f"reading text {text + 1}", "arm": arm, "done": done, "total": total}
-        self._sitting.on_event(begins)
-
-        def tell(read: int) -> None:
-            self._sitting.on_event({"event": "step", "arm": arm, "done": done + read, "total": total})
-
-        with closed(model) if arm == CLOSED else nullcontext():
-            found = stream_nats(
-                model,
-                texts[text],
-                make_cache=MemoryCache,
-                bin_tokens=FINE_TOKENS,
-                piece_tokens=_PIECE_TOKENS,
-                across_bins=True,
-                on_read=tell,
-            )
-        return vars(found)
-
-    def _ready(self) -> tuple[Any, list[tuple[int, ...]]]:
-        if self._loaded is None:
-            import torch
-
-            from fednl.models.loading import load
-
-            torch.set_num_threads(1)
-            model, tokenizer = load(self._run.path)
-            self._loaded = model, held_out_texts(self._sitting, tokenizer, self._count, self._tokens)
-        return self._loaded
-
-
-def held_out_texts(sitting: Sitting, tokenizer: Any, count: int, tokens: int) -> list[tuple[int, ...]]:
-    """Texts of held-out clients, as many of each; where none is held out, of what every client keeps for testing.
-
-    Raises:
-        DataError: there is not so much text.
-    """
-    from fednl.data.documents import documents
-    from fednl.data.text import TextSettings
-
-    config = sitting.config(FEDNL)
-    own = TextSettings.model_validate(config.task_settings)
-    unseen = unseen_sources(config.data, own)
-    sources = unseen or list(dict.fromkeys(client_sources(config.data, own).values()))
-    each, seed = -(-count // len(sources)), config.run.seed
-    try:
-        found = [documents(source, tokenizer, each, tokens, held_out=source in unseen, seed=seed) for source in sources]
-    except DataError as error:  # it names the keys of the tasks
-        told = str(error).replace("data.filler", "text.sources").replace("data.tokens", "--lengths")
-        raise DataError(f"--lengths {tokens}, {count} texts: {told}") from None
-    return [text for texts in zip(*found, strict=True) for text in texts][:count]
 
 
 def _by_arm(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, list[StreamNats]]:
