@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from fednl.client import Bench
 from fednl.config import Config, load_config
 from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.params import personal
+from fednl.holdings import held
 from fednl.models.context_injection import COEFFICIENTS, VECTORS
 from fednl.models.context_vectors import context_of, context_params
 from fednl.report import report
 from fednl.runs import Run
-from fednl.training import evaluate, train
-from small_run import settings, tiny_backbone
+from fednl.training import config_of, evaluate, train
+from small_run import byte_tokenizer, settings, tiny_backbone
 
 ARMS = ["zero-shot", "local-icl", "federated-lora", "federated", "local-only", "pooled"]
 
@@ -56,6 +58,43 @@ def run(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_other_questions_than_the_runs_own_never_take_their_place(run: Run, override: str) -> None:
     with pytest.raises(SettingsError, match=r"\[classification\] was fixed"):
         evaluate(run.path, overrides=[f"classification.{override}"])
+
+
+def test_what_a_run_was_trained_on_is_no_test_question(run: Run, tmp_path: Path) -> None:
+    asked = ["evaluation.arms=['federated']"]
+    own, now = (
+        held(config, byte_tokenizer()) for config in (config_of(run), config_of(run).with_overrides(["data.test=20"]))
+    )
+    trained = {one.prompt_ids for splits in own.values() for one in (*splits.train, *splits.validation)}
+    met = sum(one.prompt_ids in trained for splits in now.values() for one in splits.test)
+    # 18 texts for testing, 12 for validation, 24 for training; now 60 for testing, those of validation among them.
+    assert 12 < met < 42
+    words = (
+        rf"^{met} of these 60 test questions are among .* data\.test = 20 draws .* put back data\.test = 6, or train"
+    )
+    with pytest.raises(SettingsError, match=words):
+        evaluate(run.path, overrides=[*asked, "data.test=20"])
+    with pytest.raises(SettingsError, match="of these 20 test questions"):
+        evaluate(run.path, overrides=[*asked, "data.test=20", "evaluation.clients=['client-02']"])
+    assert not list((run.path / "results").glob("*test-20*"))
+    for free in (
+        ["evaluation.arms=['zero-shot']", "data.test=20"],
+        [*asked, "data.test=3"],
+        [*asked, "data.tokens=30"],
+    ):
+        evaluate(run.path, overrides=free)
+    copied = Run(Path(shutil.copytree(run.path, tmp_path / "copied")))
+    config = copied.read_json("config.json")
+    rows = Path(config["classification"]["source"]).read_text(encoding="utf-8")
+    (tmp_path / "more.jsonl").write_text(rows + '{"text": "rain 99", "label": "rain"}\n', encoding="utf-8")
+    config["classification"]["source"] = str(tmp_path / "more.jsonl")
+    copied.write_json("config.json", config)
+    partition = copied.read_json("partition.json")
+    partition["settings"]["classification"]["source"] = str(tmp_path / "more.jsonl")
+    copied.write_json("partition.json", partition)
+    for more in ([], ["data.test=3"]):
+        with pytest.raises(CheckpointError, match=r'the (train|validation) data of client "client-01" are not those'):
+            evaluate(copied.path, overrides=[*asked, *more])
 
 
 def test_a_run_answers_another_task_though_its_own_has_a_section(run: Run) -> None:

@@ -169,7 +169,8 @@ def evaluate(
 ) -> None:
     """Measure a run's rules again, write RUN/results/ and RUN/report.md, and print its tables.
 
-    Only [data], [evaluation] and memory.window-tokens may be replaced: the rest is what was trained.
+    Only [data], [evaluation] and memory.window-tokens may be replaced: the rest is what was trained. Questions that
+    were trained on are refused as a test.
 
     \b
     Examples:

@@ -7,7 +7,7 @@ folder would break that without a word, and the tables would describe what was n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fednl.config import Config
@@ -84,9 +84,26 @@ def check_data(run: Run, facts: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: names the client and the split.
     """
+    _check_rows(run, facts["partition"], ("train", "validation", "test"))
+
+
+def check_trained(run: Run, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses where a run's own settings no longer give the examples that it was trained and validated on.
+
+    Args:
+        run: the run.
+        rows: what its settings give now, as `fednl.data.partition_rows` lists it.
+
+    Raises:
+        CheckpointError: names the client and the split.
+    """
+    _check_rows(run, rows, ("train", "validation"))
+
+
+def _check_rows(run: Run, rows: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> None:
     then, now = (
-        {(row["client"], row["split"]): row["sha256"] for row in rows}
-        for rows in (_then(run).get("rows", facts["partition"]), facts["partition"])
+        {(row["client"], row["split"]): row["sha256"] for row in some if row["split"] in splits}
+        for some in (_then(run).get("rows", rows), rows)
     )
     for client, split in sorted(then.keys() | now.keys()):
         if then.get((client, split)) != now.get((client, split)):

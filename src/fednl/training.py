@@ -34,6 +34,7 @@ from fednl.federation.workers import ProcessTransport
 from fednl.measuring import changed_settings, measure
 from fednl.measuring_stream import measure_stream
 from fednl.origin import FILE, check_backbone, check_data, check_settings, origin
+from fednl.overlap import check_unmet
 from fednl.pools import described, working
 from fednl.runs import Run
 from fednl.stored_tasks import ask_for_like, keep, known
@@ -114,8 +115,10 @@ def evaluate(
         The run; the rows are in `results/TASK.json`, or `results/TASK-TOKENS.json` for another length.
 
     Raises:
-        SettingsError: the folder is no run, or an override touches what was trained.
-        CheckpointError: the backbone is not what it was, or arms that are not measured again were asked other questions.
+        SettingsError: the folder is no run, an override touches what was trained, or questions that were trained on
+            would be asked as a test.
+        CheckpointError: the backbone is not what it was, nor the source that questions are drawn from, or arms that
+            are not measured again were asked other questions.
     """
     run = Run.open(Path(path))
     own = config_of(run)
@@ -150,6 +153,7 @@ def evaluate(
             facts = described(pool, on_event)
             check_backbone(run, facts)
             changed = changed_settings(own, config)
+            check_unmet(run, own, config, changed, pool, facts)
             measure(run, config, pool, facts, on_event, changed=changed, afresh=config.evaluation.arms if anew else ())
     except KeyboardInterrupt:
         raise Interrupted("Stopped while measuring; what was done is saved: run `fednl eval` again.") from None

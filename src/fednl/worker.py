@@ -18,6 +18,7 @@ from fednl.evaluation.measures import MEASURES
 from fednl.federation.frames import Blobs, Handler, OnProgress, serve
 from fednl.federation.transport import call_endpoint
 from fednl.federation.wire import pack, unpack
+from fednl.holdings import held, met_before
 from fednl.runs import Run
 
 
@@ -52,6 +53,11 @@ def handlers(config: Config) -> dict[str, Handler]:
             facts["filler_sha256"] = load_filler(config.data.filler).sha256
         return facts, ()
 
+    def met(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
+        trained = held(Config.from_dict(job["config"]), bench().backbone.tokenizer)
+        rows = [vars(row) for row in partition_rows(trained)]
+        return {"partition": rows, "met": met_before(trained, bench().data)}, ()
+
     def start(job: dict[str, Any], blobs: list[bytes], tell: OnProgress) -> tuple[dict[str, Any], Blobs]:
         return {}, (pack(bench().start(job["setup"])),)
 
@@ -77,7 +83,7 @@ def handlers(config: Config) -> dict[str, Handler]:
         loss, tokens = bench().validate(job["arm"], job["client"], params)
         return {"loss": loss, "tokens": tokens}, ()
 
-    return {"describe": describe, "start": start, "train": train, "score": score, "validate": validate}
+    return {"describe": describe, "met": met, "start": start, "train": train, "score": score, "validate": validate}
 
 
 def main() -> None:

@@ -29,6 +29,9 @@ UNEVEN: dict[str, dict[str, str]] = {
 }
 # Tasks whose examples can be shown with their answers (`fednl.data.examples.Demonstrated`), as context vectors need.
 DEMONSTRATED = ("classification",)
+# Tasks whose training and test examples are drawn from one source that ends: under other settings another part of it is
+# for testing. (Needles are made, and never the same in two splits.)
+DRAWN = ("mmlu", "text", "classification")
 # Tasks whose builder says in one line what it leaves out, to a callable `note`.
 TELLS = ("mmlu",)
 _EVEN = {"imbalance": 1.0, "dirichlet-alpha": 0.0, "shortest": 0}
