@@ -48,7 +48,7 @@ def check_questions(
     if others:
         raise CheckpointError(
             f"{path} holds answers of {', '.join(others)} to other questions than are asked now, and they cannot be "
-            "compared: put back the texts that [data] names, or remove that file and have all arms measured again."
+            "compared: put back the texts they are made of, or remove that file and have all arms measured again."
         )
 
 
