@@ -79,6 +79,20 @@ def test_d11_a_compiled_model_gives_the_same_numbers_and_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_d11_a_compiled_model_goes_on_with_a_conversation() -> None:
+    model, ids = with_memory("llama", layers="last:1", keys="context", conv_tokens=3), tokens(2, 20)
+    compiled = torch.compile(model, backend="eager")
+    found = []
+    with torch.no_grad():
+        for run in (model, compiled):
+            cache = MemoryCache(model)
+            found.append(torch.cat([run(piece, cache=cache).logits for piece in ids.split([9, 1, 10], 1)], 1))
+            assert cache.seen_tokens == 20
+    torch._dynamo.reset()
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens"])
 def test_assisted_decoding_is_refused_with_its_reason(how: str) -> None:
     model, ids = with_memory("llama"), tokens(1, 12).repeat(1, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fednl.memory import rules
-from memory.models import tiny, tokens, with_memory
+from memory.models import remember, tiny, tokens, with_memory
 
 LENGTHS = ((9, 1, 12), (14, 8, 0))
 """Of the documents in each row; what is left of 24 tokens is padding, at both ends."""
@@ -91,3 +91,25 @@ def test_under_full_attention_and_closed_it_is_the_backbones_own_packing() -> No
     model = with_memory("llama", window_tokens=0)
     with closed(model):
         torch.testing.assert_close(model(ids, position_ids=positions).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_attention_weights_come_in_the_callers_rows() -> None:
+    """As a model with masks between documents gives them: nothing from one document to another."""
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    remember(model, window_tokens=0)
+    ids, mask, docs, places = packed()
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    together = model(ids, attention_mask=mask, doc_ids=docs, **wanted)
+    assert len(together.attentions) == 3
+    for layer, weights in enumerate(together.attentions):
+        assert weights.shape == (2, 4, 24, 24)
+        rest = weights.clone()
+        for row, a, b in places:
+            alone = model(ids[row : row + 1, a:b], use_cache=False, **wanted)
+            torch.testing.assert_close(weights[row, :, a:b, a:b], alone.attentions[layer][0], atol=2e-5, rtol=1e-4)
+            rest[row, :, a:b, a:b] = 0
+        assert not rest.any()
+    bare = model.model(ids, attention_mask=mask, doc_ids=docs, return_dict=False, **wanted)
+    shapes = [[x.shape for x in part] for part in bare[1:]]
+    assert shapes == [[(2, 24, 32)] * 4, [(2, 4, 24, 24)] * 3]

@@ -46,13 +46,29 @@ class Packing:
         given = {name: self.rows(kwargs[name]) for name in BY_TOKEN if kwargs.get(name) is not None}
         return {**kwargs, **given, "attention_mask": (self.source >= 0).long(), "use_cache": False}
 
+    def weights_back(self, x: Tensor) -> Tensor:
+        """`[documents, heads, longest, longest]` -> `[batch, heads, tokens, tokens]`: 0 from document to document."""
+        batch, tokens = self.shape
+        there = (self.source >= 0).unsqueeze(2) & (self.source >= 0).unsqueeze(1)
+        asking, asked = self.source.unsqueeze(2).expand_as(there)[there], self.source.unsqueeze(1).expand_as(there)
+        whole = x.new_zeros(batch * tokens * tokens, x.shape[1])
+        whole = whole.index_copy(0, asking * tokens + asked[there] % tokens, x.permute(0, 2, 3, 1)[there])
+        return whole.view(batch, tokens, tokens, -1).permute(0, 3, 1, 2)
+
+    def _each_back(self, several: Any) -> Any:
+        """Hidden states or attention weights of every layer, in the caller's rows."""
+        if not isinstance(several, tuple):
+            return several
+        return tuple(x if x is None else self.weights_back(x) if x.ndim == 4 else self.back(x) for x in several)
+
     def pack(self, output: Any) -> Any:
         """A decoder's output, a tuple or transformers' own kind, in the caller's rows."""
         if isinstance(output, tuple):
-            return (self.back(output[0]), *output[1:])
+            return (self.back(output[0]), *map(self._each_back, output[1:]))
         output.last_hidden_state = self.back(output.last_hidden_state)
-        if output.get("hidden_states") is not None:
-            output.hidden_states = tuple(self.back(x) for x in output.hidden_states)
+        for name in ("hidden_states", "attentions"):
+            if output.get(name) is not None:
+                setattr(output, name, self._each_back(output[name]))
         return output
 
 
