@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fednl
 from fednl.errors import BackboneError, NonFiniteError
 from fednl.memory import MemoryCache, closed, rules
 from fednl.memory.update_rules import RULES, function
@@ -17,6 +18,8 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 BOTH = [(name, place) for name, rule in RULES.items() for place in (rule.fast, rule.reference)]
 LEARNED = {"start", "scale", "shift"}
 """What an inner model has for all rows alike."""
+UNBOUNDED = ("implicit-delta", "hebbian", "ttt-linear")
+"""The rules that take any write strength of at least 0."""
 TOKENS, AT = 20, 5
 
 
@@ -60,8 +63,11 @@ def test_no_rule_hides_infinity(name: str, place: str, bad: float) -> None:
     for argument in ("k", "v", "beta"):
         wrong = given(name)
         wrong[argument][0, AT] = bad
-        if argument == "beta" and bad < 0:
-            with pytest.raises(ValueError, match="beta must be at least 0, but its least is -inf"):
+        if argument == "beta" and (bad < 0 or name not in UNBOUNDED):
+            match = (
+                "beta must be at least 0, but its least is -inf" if bad < 0 else "beta must be at most .* but is inf"
+            )
+            with pytest.raises(ValueError, match=match):
                 function(place)(**wrong)
         else:
             out = function(place)(**wrong)[0]
@@ -93,6 +99,64 @@ def test_strengths_and_factors_out_of_range_are_named(name: str, place: str, tok
             # warnings are errors here: a message must also come out where a gradient is asked for
             with pytest.raises(ValueError, match=f"{argument} must be at (least|most) 0, but its (least|largest) is"):
                 function(place)(**{**x, argument: wrong.requires_grad_()})
+
+
+def step(name: str, strength: float, decay: float, eta: float) -> Tensor:
+    """What a write of this strength makes of what its key recalls, and of the momentum."""
+    if name == "titans":
+        return torch.tensor([[decay - strength, eta], [-strength, eta]])
+    return torch.tensor([[decay - strength if name == "decay-separate" else decay * (1 - strength)]])
+
+
+@pytest.mark.parametrize(("name", "place"), BOTH)
+@pytest.mark.parametrize("tokens", [TOKENS, 3])
+def test_strengths_that_let_the_state_grow_for_ever_are_refused(name: str, place: str, tokens: int) -> None:
+    """A unit key written again and again multiplies what it recalls; beyond the bound by more than 1."""
+    x, rule = given(name, tokens), RULES[name]
+    decay = float(x["log_decay"][0, 1, 1].exp()) if rule.decays else 1.0
+    eta = float(x["log_momentum"][0, 1, 1].exp()) if rule.momentum else 0.0
+    bound = {"decay-separate": 1 + decay, "titans": (1 + decay) * (1 + eta)}.get(name, 1 + 1 / decay)
+    token = (0, 1, 0, 1) if rule.several else (0, 1, 1)
+
+    def written(strength: float, length: float = 1.0) -> dict[str, Tensor]:
+        beta, k = x["beta"].clone(), x["k"].clone()
+        beta[token], k[token] = strength / length**2, length * k[token]
+        return {**x, "beta": beta, "k": k}
+
+    if name in UNBOUNDED:
+        assert function(place)(**written(1e3))[0].isfinite().all()
+        return
+    for strength, grows in ((0.99 * bound, False), (1.01 * bound, True)):
+        assert bool((torch.linalg.eigvals(step(name, strength, decay, eta)).abs() > 1).any()) is grows
+    assert function(place)(**written(0.99 * bound))[0].isfinite().all()
+    assert function(place)(**written(0.99 * bound, length=0.5))[0].isfinite().all()
+    message = f"beta must be at most {bound:.3g} for a key of length 1, but is {1.01 * bound:.3g}: such writes"
+    wrong = written(1.01 * bound)
+    wrong["beta"].requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        function(place)(**wrong)
+    if rule.several:  # the decay comes before the first write alone
+        late = x["beta"].clone()
+        late[0, 1, 1, 1] = 2.01
+        with pytest.raises(ValueError, match=r"beta must be at most 2 for a key of length 1, but is 2\.01"):
+            function(place)(**{**x, "beta": late})
+
+
+def test_a_strength_of_three_is_an_error_and_no_infinite_state() -> None:
+    k = nn.functional.normalize(torch.randn(1, 300, 1, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    with pytest.raises(ValueError, match="beta must be at most 2 for a key of length 1, but is 3"):
+        fednl.delta_rule(k, k, k, torch.full((1, 300, 1), 3.0))
+    two = torch.full((1, 300, 1), 2.0)
+    assert fednl.delta_rule(k, k, k, two)[1].norm() < 1e3
+
+
+@pytest.mark.parametrize("place", [RULES["titans"].fast, RULES["titans"].reference])
+def test_what_stands_under_padding_is_not_looked_at(place: str) -> None:
+    x = given("titans")
+    x["beta"][:, 7] = 9.0
+    keep = torch.ones(2, TOKENS, dtype=torch.bool)
+    keep[:, 7] = False
+    assert function(place)(**x, keep=keep)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "place"), BOTH)

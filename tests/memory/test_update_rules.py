@@ -345,12 +345,12 @@ def test_oracle_7_the_norm_never_grows_without_values_within_the_widest_range(na
     assert all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(norms))
 
 
-def test_oracle_7_beyond_its_range_decay_separate_amplifies() -> None:
-    """Why its `widest` is 1: along its key a write multiplies the state by a - beta."""
+def test_oracle_7_beyond_its_range_decay_separate_would_amplify_and_is_refused() -> None:
+    """Why its `widest` is 1: along its key a write multiplies the state by a - beta, here by -1.4."""
     x = make("decay-separate", 20)
-    x["k"], x["v"] = x["k"][:, :1].repeat(1, 20, 1, 1), torch.zeros_like(x["v"])
     x["beta"], x["log_decay"] = torch.full_like(x["beta"], 1.9), torch.full_like(x["log_decay"], -0.7)
-    assert decay_separate_rule(**x)[1].norm() > 100 * x["state"].norm()
+    with pytest.raises(ValueError, match=r"beta must be at most 1\.5 for a key of length 1, but is 1\.9"):
+        decay_separate_rule(**x)
 
 
 def swing(eta: float, share: float, kind: str, decay: float = 0.0) -> tuple[float, float]:

@@ -17,10 +17,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fednl.memory.arguments import FORGET, autocast_off, check_arguments, compute_dtype, start_state, unflatten
+from fednl.memory.arguments import (
+    FORGET,
+    ROUNDING,
+    autocast_off,
+    check_delta,
+    compute_dtype,
+    start_state,
+    unflatten,
+)
 from fednl.memory.delta_chunks import delta_by_chunk
 
-_ROUNDING = 1e-3  # so much may a unit key be off in its own dtype
 RECURRENCE_TOKENS = 8  # up to here the recurrence is faster than one padded chunk
 
 
@@ -40,7 +47,7 @@ def delta_rule_reference(
 
     Source: FedNL (arXiv 2605.16350) equations 3 and 9; with a decay, Gated DeltaNet (arXiv 2412.06464).
     """
-    check_arguments(q, k, v, beta, log_decay, state, doc_ids)
+    check_delta(q, k, v, beta, log_decay, state, doc_ids)
     dtype = compute_dtype(q, k, v, beta, log_decay, state)
     with autocast_off(q.device):
         memory = start_state(k, v, state, dtype)
@@ -77,16 +84,19 @@ def delta_rule(
 
     Query head h reads the state of KV head h // (query_heads / kv_heads). Nothing is scaled or normalised:
     the caller does that. No write amplifies the state while beta * |k|^2 is in [0, 2], as it is with unit
-    keys and beta in [0, 1]. NaN comes out as NaN, never as a number. No argument is modified. Computes in
-    float32, or in float64 if any floating-point argument is float64, also under autocast. Where beta * |k|^2 exceeds
-    1 anywhere, chunks are solved in float64 inside, at about twice the cost, so that they are as exact as below it.
+    keys and beta in [0, 1]; that keys are not longer than 1 is the caller's to see to. NaN comes out as NaN,
+    never as a number. No argument is modified. Computes in float32, or in float64 if any floating-point
+    argument is float64, also under autocast. Where beta * |k|^2 exceeds 1 anywhere, chunks are solved in
+    float64 inside, at about twice the cost, so that they are as exact as below it.
 
     Args:
         q: Queries, [batch, tokens, query_heads, key_dim].
         k: Keys, [batch, tokens, kv_heads, key_dim]; kv_heads divides query_heads.
         v: Values, [batch, tokens, kv_heads, value_dim].
-        beta: Write strength, [batch, tokens, kv_heads], at least 0. 0 writes nothing; 1 with a unit key replaces
-            what the key recalled. A pad is beta 0 and log_decay 0: it leaves the state as it is.
+        beta: Write strength, [batch, tokens, kv_heads], from 0 to 2 for unit keys. 0 writes nothing; 1 with a unit key
+            replaces what the key recalled. Above 2 it is refused unless beta * |k|^2 is at most 2, or with a decay of
+            factor a at most 1 + 1 / a: beyond it the same write again and again makes the state grow without bound. A
+            pad is beta 0 and log_decay 0: it leaves the state as it is.
         log_decay: Natural logarithm of the factor on the state, applied before the token's residual is taken,
             [batch, tokens, kv_heads], at most 0; minus infinity forgets all. None means no decay.
         state: The state to start from, [batch, kv_heads, key_dim, value_dim]. None means zeros.
@@ -101,8 +111,8 @@ def delta_rule(
         floating-point argument (of first order).
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, beta is negative, log_decay is positive, or
-            chunk_tokens is below 1.
+        ValueError: Shapes, dtypes or devices do not fit together, beta is negative or lets the state grow without
+            bound, log_decay is positive, or chunk_tokens is below 1.
 
     Source: FedNL (arXiv 2605.16350) equations 3, 9 and 14; chunked form: DeltaNet (arXiv 2406.06484) and
     Gated DeltaNet (arXiv 2412.06464); one state per KV head and the backward pass: ours.
@@ -111,7 +121,7 @@ def delta_rule(
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     if k.ndim == 4 and (k.shape[1] == 0 or (doc_ids is not None and k.shape[1] <= RECURRENCE_TOKENS)):
         return delta_rule_reference(q, k, v, beta, log_decay=log_decay, state=state, doc_ids=doc_ids)
-    check_arguments(q, k, v, beta, log_decay, state, doc_ids)
+    check_delta(q, k, v, beta, log_decay, state, doc_ids)
     dtype = compute_dtype(q, k, v, beta, log_decay, state)
     with autocast_off(q.device):
         if k.shape[1] <= RECURRENCE_TOKENS:
@@ -128,7 +138,7 @@ def _overshoots(k: Tensor, beta: Tensor) -> bool:
     Then writes along one key undo each other in turn. The recurrence damps each one's rounding error with the next
     write; a chunk adds the writes up, and in float32 loses a digit to their cancelling.
     """
-    return bool((beta.detach() * k.detach().square().sum(-1, dtype=torch.float32) > 1 + _ROUNDING).any())
+    return bool((beta.detach() * k.detach().square().sum(-1, dtype=torch.float32) > 1 + ROUNDING).any())
 
 
 def _recurrence(

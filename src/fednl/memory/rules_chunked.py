@@ -14,8 +14,10 @@ from fednl.memory.chunks import by_chunk
 from fednl.memory.kernels import delta_rule
 from fednl.memory.operator import RECURRENCE_TOKENS
 from fednl.memory.rules_reference import (
+    by_write,
     check_writes,
     checked,
+    checked_separate,
     decay_separate_reference,
     hebbian_reference,
     titans_reference,
@@ -73,7 +75,8 @@ def delta_product_rule(
         q, state: as in `delta_rule`.
         k: Keys, [batch, tokens, writes, kv_heads, key_dim].
         v: Values, [batch, tokens, writes, kv_heads, value_dim].
-        beta: Write strengths, [batch, tokens, writes, kv_heads], at least 0; stable as in `delta_rule`. A pad has 0.
+        beta: Write strengths, [batch, tokens, writes, kv_heads], from 0 to 2 for unit keys, as in `delta_rule`; the
+            decay counts for a token's first write. A pad has 0.
         log_decay: as in `delta_rule`, once per token.
         chunk_tokens: Writes solved at once, at least 1. Changes the speed, not the result.
 
@@ -81,17 +84,17 @@ def delta_product_rule(
         As `delta_rule`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, beta is negative, log_decay is positive, or
-            chunk_tokens is below 1.
+        ValueError: Shapes, dtypes or devices do not fit together, beta is negative or lets the state grow without
+            bound, log_decay is positive, or chunk_tokens is below 1.
 
     Source: DeltaProduct (arXiv 2502.10297).
     """
     check_writes(k, v, beta)
     checked(q, k[:, :, 0], v[:, :, 0], beta[:, :, 0], log_decay=log_decay, state=state)
     writes = k.shape[2]
-    first, last = (0, writes - 1), (writes - 1, 0)
-    decays = None if log_decay is None else F.pad(log_decay.unsqueeze(2), (0, 0, *first)).flatten(1, 2)
-    asked = F.pad(q.unsqueeze(2), (0, 0, 0, 0, *last)).flatten(1, 2)
+    decays = by_write(log_decay, writes)
+    decays = None if decays is None else decays.flatten(1, 2)
+    asked = F.pad(q.unsqueeze(2), (0, 0, 0, 0, writes - 1, 0)).flatten(1, 2)
     rows = [x.flatten(1, 2) for x in (k, v, beta)]
     out, memory = delta_rule(asked, *rows, log_decay=decays, state=state, chunk_tokens=chunk_tokens)
     return out[:, writes - 1 :: writes], memory
@@ -112,7 +115,8 @@ def hebbian_rule(
 
     Args:
         q, k, v, state, chunk_tokens: as in `delta_rule`.
-        beta: Write strength, [batch, tokens, kv_heads], at least 0. A pad has 0.
+        beta: Write strength, [batch, tokens, kv_heads], at least 0 and without upper bound: the state grows with the
+            number of writes, never faster. A pad has 0.
 
     Returns:
         As `delta_rule`.
@@ -145,7 +149,8 @@ def decay_separate_rule(
 
     Args:
         q, k, v, state, chunk_tokens: as in `delta_rule`.
-        beta: Write strength, [batch, tokens, kv_heads], at least 0. A pad has beta 0 and log_decay 0.
+        beta: Write strength, [batch, tokens, kv_heads], from 0 to 1 plus the decay's factor for unit keys; above 1 it
+            is refused where beta * |k|^2 is more. A pad has beta 0 and log_decay 0.
         log_decay: Natural logarithm of the factor on the state, [batch, tokens, kv_heads], at most 0; minus infinity
             keeps nothing but what the token itself writes.
 
@@ -153,15 +158,15 @@ def decay_separate_rule(
         As `delta_rule`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, beta is negative, log_decay is positive, or
-            chunk_tokens is below 1.
+        ValueError: Shapes, dtypes or devices do not fit together, beta is negative or lets the state grow without
+            bound, log_decay is positive, or chunk_tokens is below 1.
 
     Source: Titans (arXiv 2501.00663) equation 13 without momentum; Nested Learning (arXiv 2512.24695) equation 88;
     the chunked form is ours.
     """
     if _by_token(k, chunk_tokens):
         return decay_separate_reference(q, k, v, beta, log_decay=log_decay, state=state)
-    out, memory = by_chunk(checked(q, k, v, beta, log_decay=log_decay, state=state), chunk_tokens)
+    out, memory = by_chunk(checked_separate(q, k, v, beta, log_decay=log_decay, state=state), chunk_tokens)
     return out, memory.state
 
 
@@ -188,7 +193,9 @@ def titans_rule(
 
     Args:
         q, k, v, state, chunk_tokens: as in `delta_rule`.
-        beta: Write strength, [batch, tokens, kv_heads], at least 0: twice Titans' theta, whose loss has no 1/2.
+        beta: Write strength, [batch, tokens, kv_heads], at least 0: twice Titans' theta, whose loss has no 1/2. Above
+            1 it is refused where beta * |k|^2 is more than (1 + a) (1 + eta): there the state grows without bound even
+            under one key. Below, keys that change can still do it, up to the bound above.
         log_decay: Natural logarithm of the factor a on the state, Titans' 1 - alpha, [batch, tokens, kv_heads], at
             most 0.
         log_momentum: Natural logarithm of the factor eta on the momentum, as `log_decay`.
@@ -200,8 +207,8 @@ def titans_rule(
         The answers and the state, as `delta_rule`, and the momentum after the last token, as the state.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, beta is negative, a logarithm is positive, or
-            chunk_tokens is below 1.
+        ValueError: Shapes, dtypes or devices do not fit together, beta is negative or lets the state grow without
+            bound, a logarithm is positive, or chunk_tokens is below 1.
 
     Source: Titans (arXiv 2501.00663) equations 9, 10, 13 and 14; the chunked form and the bound are ours.
     """
@@ -209,7 +216,7 @@ def titans_rule(
         return titans_reference(
             q, k, v, beta, log_decay=log_decay, log_momentum=log_momentum, keep=keep, state=state, momentum=momentum
         )
-    given = checked(
+    given = checked_separate(
         q, k, v, beta, log_decay=log_decay, log_momentum=log_momentum, keep=keep, state=state, momentum=momentum
     )
     out, memory = by_chunk(given, chunk_tokens)

@@ -21,14 +21,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fednl.memory.arguments import (
+    DELTA_MOST,
+    SEPARATE_MOST,
     autocast_off,
     check_argument,
     check_arguments,
     check_ranges,
+    check_strengths,
     compute_dtype,
+    delta_bound,
+    separate_bound,
     start_state,
     unflatten,
 )
@@ -65,7 +71,7 @@ def decay_separate_reference(
         written = token.key.mT * (token.beta * _residual(now.state, token))
         return Memory(token.decay * now.state + written, None)
 
-    return _plain(_recur(step, checked(q, k, v, beta, log_decay=log_decay, state=state)))
+    return _plain(_recur(step, checked_separate(q, k, v, beta, log_decay=log_decay, state=state)))
 
 
 def hebbian_reference(
@@ -101,6 +107,7 @@ def delta_product_reference(
     """
     check_writes(k, v, beta)
     given = checked(q, k[:, :, 0], v[:, :, 0], beta[:, :, 0], log_decay=log_decay, state=state, more=(k, v, beta))
+    check_strengths(k, beta, DELTA_MOST, lambda: delta_bound(by_write(log_decay, k.shape[2])))
     given = given._replace(k=k.to(given.dtype), v=v.to(given.dtype), beta=beta.to(given.dtype))
 
     def step(now: Memory, token: Token) -> Memory:
@@ -138,7 +145,7 @@ def titans_reference(
         state = token.decay * now.state + momentum
         return Memory(torch.where(token.keep, state, now.state), torch.where(token.keep, momentum, now.momentum))
 
-    given = checked(
+    given = checked_separate(
         q, k, v, beta, log_decay=log_decay, log_momentum=log_momentum, keep=keep, state=state, momentum=momentum
     )
     out, memory = _recur(step, given)
@@ -213,6 +220,37 @@ def checked(
         second = None if log_momentum is None else start_state(k, v, momentum, dtype)
         start = start_state(k, v, state, dtype)
         return Given(q, k.to(dtype), v.to(dtype), beta.to(dtype), decay, push, keep, start, second, dtype)
+
+
+def checked_separate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    log_decay: Tensor,
+    log_momentum: Tensor | None = None,
+    keep: Tensor | None = None,
+    state: Tensor | None = None,
+    momentum: Tensor | None = None,
+) -> Given:
+    """`checked`, for a rule whose residual is of the state before its decay.
+
+    Raises:
+        ValueError: as there, or a write would make the state grow without bound.
+    """
+    given = checked(
+        q, k, v, beta, log_decay=log_decay, log_momentum=log_momentum, keep=keep, state=state, momentum=momentum
+    )
+
+    strengths = beta if keep is None else beta.masked_fill(~keep.unsqueeze(-1), 0)
+    check_strengths(k, strengths, SEPARATE_MOST, lambda: separate_bound(log_decay, log_momentum))
+    return given
+
+
+def by_write(log_decay: Tensor | None, writes: int) -> Tensor | None:
+    """A token's log decay for the first of its writes, 0 for the others: `[batch, tokens, writes, kv_heads]`."""
+    return None if log_decay is None else F.pad(log_decay.unsqueeze(2), (0, 0, 0, writes - 1))
 
 
 def check_writes(k: Tensor, v: Tensor, beta: Tensor) -> None:

@@ -93,7 +93,8 @@ def ttt_linear_rule(
     Args:
         q: Queries, [batch, tokens, query_heads, dim].
         k, v: Keys and values, [batch, tokens, kv_heads, dim]; kv_heads divides query_heads.
-        beta: Step sizes, [batch, tokens, kv_heads], at least 0.
+        beta: Step sizes, [batch, tokens, kv_heads], at least 0; above, no bound is known, since the layer norm divides
+            by what the inner model gives.
         start: What the inner model begins with, [kv_heads, dim + 1, dim], the bias last. With all zeros the first
             gradients are a thousand times too long: LN divides by the spread of [k, 1] W, which is then none.
         scale, shift: Of the layer norm, [kv_heads, dim].
