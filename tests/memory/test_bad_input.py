@@ -205,6 +205,63 @@ def test_a_refused_pass_leaves_the_conversation_as_it_was(write: str, window: in
         assert torch.equal(model(inputs_embeds=embeds[:, 12:], cache=cache).logits, expected)
 
 
+def refused(model: Any, cache: MemoryCache | None, words: str, **given: Tensor) -> None:
+    """One pass that fails, with its words; the conversation stays as it was."""
+    before = 0 if cache is None else cache.seen_tokens
+    with pytest.raises(NonFiniteError, match=words):
+        model(**given, **({"use_cache": False} if cache is None else {"cache": cache}))
+    if cache is not None:
+        assert cache.seen_tokens == before and not cache.in_pass and not any(one.pending for one in cache.layers)
+
+
+@pytest.mark.parametrize("window", [8, 0])
+def test_a_closed_gate_keeps_no_state_that_is_none(window: int) -> None:
+    """The memory writes although it is not heard, so that the conversation can go on after the block."""
+    model = with_memory(window_tokens=window)
+    embeds, cache = embeddings(model), MemoryCache(model)
+    with torch.no_grad(), closed(model):
+        model(inputs_embeds=embeds[:, :9], cache=cache)
+        wrong = embeds[:, 9:].clone()
+        wrong[0, 3, 2] = float("nan")
+        refused(model, cache, r"^Memory layer 0: the hidden states it is given hold NaN", inputs_embeds=wrong)
+        model(inputs_embeds=embeds[:, 9:], cache=cache)
+    assert all(layer.tensors.state.isfinite().all() for layer in cache.layers)
+
+
+@pytest.mark.parametrize(("layers", "window"), [("0", 8), ("0", 0), ("none", 8)])
+def test_what_goes_wrong_above_the_memory_is_named_and_nothing_kept(layers: str, window: int) -> None:
+    for broken in (1, 2):
+        model, ids = with_memory("llama", layers=layers, window_tokens=window), tokens(2, 12)
+        cache = MemoryCache(model)
+        with torch.no_grad():
+            model(ids, cache=cache)
+            weight = model.model.layers[broken].mlp.down_proj.weight
+            kept = weight.clone()
+            weight[0, 0] = float("inf")
+            after = "After layer 0, the last layer with memory" if layers == "0" else "In a layer of this backbone"
+            after = f"^{after}: the hidden states come to NaN or infinity, so nothing was kept"
+            met = r"^Layer 2: the hidden states it is given hold NaN or infinity, so nothing was written"
+            refused(model, cache, met if broken == 1 else after, input_ids=ids)
+            refused(model, None, after, input_ids=ids)
+            refused(model.model, cache, met if broken == 1 else after, input_ids=ids)
+            with closed(model):
+                assert not model(ids, use_cache=False).logits.isfinite().all()
+                refused(model, cache, met if broken == 1 else after, input_ids=ids)
+            weight.copy_(kept)
+            again = MemoryCache(model)
+            model(ids, cache=again)
+            assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=again).logits)
+
+
+def test_a_conversation_that_is_none_is_named_without_a_memory() -> None:
+    model, ids = with_memory("llama", layers="none"), tokens(2, 12)
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        cache.layers[1].tensors.values[0, 0, -1, 0] = float("nan")
+        refused(model, cache, r"^Layer 1: what its cache holds is NaN or infinite", input_ids=ids)
+
+
 def test_rules_and_caches_that_are_no_numbers_are_named_apart() -> None:
     ids = tokens(2, 12)
     model = with_memory()

@@ -189,8 +189,7 @@ class Site:
             gate_scale,
             None if self.owner.addresses is None else partial(self._addresses, frame),
         )
-        if gate_scale != 0:
-            note(frame.context, self.index, frame.hidden, mixed)
+        note(frame.context, self.index, frame.hidden, mixed)
         if layer is not None and layer.pending is not None:
             layer.pending = replace(layer.pending, **written._asdict())
         return (mixed, *args[1:])

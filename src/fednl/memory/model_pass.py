@@ -89,7 +89,7 @@ def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, 
         The output in the caller's rows, or `None` where it is that already.
 
     Raises:
-        NonFiniteError: a memory was given or gave NaN or infinity.
+        NonFiniteError: a memory, or the decoder after it, was given or gave NaN or infinity.
     """
     context: PassContext | None = kwargs.get(CONTEXT)
     if context is None:
@@ -99,7 +99,7 @@ def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, 
         cache.in_pass = False
     try:
         if output is not None:
-            check(owner, context)
+            check(owner, context, output[0])
     except NonFiniteError:
         if cache is not None:
             cache.drop_pending()
