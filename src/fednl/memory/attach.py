@@ -46,6 +46,10 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     The model keeps its class, its parameters' names and its `generate()`. Fresh rules read at a gate of about
     0.1 and write at strength `config.write_start`. They stay float32 where the model is cast to a narrower type.
 
+    Padding on either side of a row changes nothing for its real tokens. Padding inside a row, or between the pieces of
+    a conversation, does neither under a window; with `window_tokens = 0` it counts in rotary distances, as in the bare
+    model, unless `position_ids` count real tokens only (`(attention_mask.cumsum(1) - 1).clamp(min=0)` of all so far).
+
     Args:
         model: a causal language model of a supported family; changed in place, or not at all if refused.
         config: the memory settings; defaults to `MemoryConfig()`.
@@ -83,9 +87,11 @@ def attach_memory(model: PreTrainedModel, config: MemoryConfig | None = None, se
     names = tuple(inspect.signature(decoder.forward).parameters)
     owner.handles.append(decoder.register_forward_pre_hook(partial(begin_pass, owner, names), with_kwargs=True))
     owner.handles.append(decoder.register_forward_hook(partial(end_pass, owner), with_kwargs=True, always_call=True))
-    if model is not decoder:
-        owner.handles.append(model.register_forward_pre_hook(begin_call, with_kwargs=True))
-        owner.handles.append(model.register_forward_hook(end_call, with_kwargs=True, always_call=True))
+    # What holds the decoder, for a wrapper's `generate` (PEFT's, say) passes the wrapper by.
+    head = next((module for module in model.modules() if any(child is decoder for child in module.children())), None)
+    if head is not None:
+        owner.handles.append(head.register_forward_pre_hook(begin_call, with_kwargs=True))
+        owner.handles.append(head.register_forward_hook(end_call, with_kwargs=True, always_call=True))
     decoder.__dict__[ATTRIBUTE] = owner
     return model
 

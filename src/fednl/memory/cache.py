@@ -129,6 +129,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     With `window_tokens > 0` its size does not depend on how many tokens went by. It belongs to the model it
     was made for, and to nothing else: no state lives in the model. Two conversations never see each other.
+    Pieces may be padded; with `window_tokens = 0` say then by `position_ids` where each token stands (`attach_memory`).
 
     Args:
         model: a model with memory attached (`fednl.attach_memory`).
@@ -146,6 +147,9 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.positions: Tensor | None = None
         """`[batch, slots]` int64: the index of each cached token in its row, -1 for padding."""
         self.has_padding = False
+        self.ends: Tensor | None = None
+        """`[batch, 2]` int64: the position that the caller gave a row's last slot, and that of its last real token, -1
+        where there is none; `None` where they are the same or the caller gave none."""
         self.in_pass = False
         """Whether a pass of the model with memory is using the cache now."""
 
@@ -160,7 +164,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def size_bytes(self) -> int:
         """Bytes of every tensor held: sinks, window, memory states and positions."""
         tensors = [t for layer in self.layers for t in vars(layer.tensors).values() if t is not None]
-        tensors += [t for t in (self.counts, self.positions) if t is not None]
+        tensors += [t for t in (self.counts, self.positions, self.ends) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def state_bytes(self) -> int:
@@ -169,11 +173,13 @@ class MemoryCache(Cache):  # type: ignore[misc]
         held = [t for layer in self.layers for n in names if (t := getattr(layer.tensors, n)) is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
-    def commit(self, counts: Tensor, positions: Tensor, has_padding: bool, new_tokens: int) -> None:
+    def commit(
+        self, counts: Tensor, positions: Tensor, has_padding: bool, new_tokens: int, ends: Tensor | None = None
+    ) -> None:
         """Ends a pass: takes over what the layers left pending and moves the positions on."""
         for layer in self.layers:
             layer.commit()
-        self.counts, self.positions, self.has_padding = counts, positions, has_padding
+        self.counts, self.positions, self.has_padding, self.ends = counts, positions, has_padding, ends
         self.seen_tokens += new_tokens
 
     def drop_pending(self) -> None:
@@ -184,7 +190,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets the whole conversation."""
         super().reset()
-        self.seen_tokens, self.counts, self.positions, self.has_padding = 0, None, None, False
+        self.seen_tokens, self.counts, self.positions, self.has_padding, self.ends = 0, None, None, False, None
 
     def reset_state(self) -> None:
         """Forgets what the memory holds, also what waits to be written; sinks and window stay."""
@@ -233,6 +239,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
             layer.set(layer.tensors.map(function))
         self.counts = None if self.counts is None else function(self.counts)
         self.positions = None if self.positions is None else function(self.positions)
+        self.ends = None if self.ends is None else function(self.ends)
 
     def _mapped(self, function: Any) -> MemoryCache:
         other = MemoryCache.__new__(MemoryCache)
@@ -242,6 +249,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         other.layers = [MemoryCacheLayer(other) for _ in self.layers]
         other.counts = None if self.counts is None else function(self.counts)
         other.positions = None if self.positions is None else function(self.positions)
+        other.ends = None if self.ends is None else function(self.ends)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.set(mine.tensors.map(function))
         return other

@@ -13,8 +13,16 @@ from fednl.memory.compiled import uncompiled
 from fednl.memory.families import family_of, last_position, rotaries
 from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
-from fednl.memory.pass_context import PassContext
-from fednl.memory.pass_input import check_positions, counted, documents, given_tokens, padding
+from fednl.memory.pass_context import Call, PassContext
+from fednl.memory.pass_input import (
+    check_positions,
+    counted,
+    documents,
+    given_tokens,
+    last_slots,
+    padding,
+    recount,
+)
 from fednl.memory.sites import Attachment, check_trains
 from fednl.memory.window import window_context
 
@@ -29,15 +37,16 @@ def begin_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The causal model's pre-hook: its decoder leaves the commit to `end_call`, for the head may still fail."""
-    return args, {**kwargs, CALL: []}
+    wanted = kwargs.get("logits_to_keep")
+    return args, {**kwargs, CALL: Call(last_only=isinstance(wanted, int) and wanted == 1)}
 
 
 @uncompiled
 def end_call(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """The causal model's last hook: commits the cache, or drops what a failed call left."""
-    passes: list[PassContext] = kwargs.get(CALL, [])
-    while passes:  # a context knows the list it is in: left there, it would live until Python looks for such rings
-        context = passes.pop(0)
+    call: Call = kwargs.get(CALL, Call())
+    while call.passes:  # a context knows the call it is in: left there, it would live until Python looks for such rings
+        context = call.passes.pop(0)
         if output is None:
             assert context.cache is not None
             context.cache.drop_pending()
@@ -57,7 +66,7 @@ def begin_pass(
         module, args, kwargs: as torch calls a pre-hook.
     """
     kwargs = dict(zip(names, args, strict=False)) | kwargs
-    call: list[PassContext] | None = kwargs.pop(CALL, None)
+    call: Call | None = kwargs.pop(CALL, None)
     given = given_tokens(kwargs)
     if given is None:
         return None  # the decoder says so itself
@@ -65,6 +74,7 @@ def begin_pass(
     (batch, tokens), device = given.shape[:2], given.device
     keep = padding(kwargs, batch, tokens, device)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if keep is None else keep
+    ends = recount(kwargs, keep, real)
     packing = documents(kwargs, real)
     if packing is not None:
         kwargs, real = packing.unpack(kwargs), packing.source >= 0
@@ -74,6 +84,8 @@ def begin_pass(
     index = torch.where(real, before.unsqueeze(1) + real.cumsum(1) - 1, -1)
     check_positions(owner, index)
     context = PassContext(index, keep, cache, before + real.sum(1), owner.gate_scale, call, packing)
+    asked = packing is None and call is not None and call.last_only
+    context.last, context.ends = last_slots(keep, before, asked), ends
     _prepare(owner, context, kwargs, real)
     if cache is not None:
         cache.in_pass = True
@@ -106,15 +118,25 @@ def end_pass(owner: Attachment, module: nn.Module, args: Any, kwargs: dict[str, 
         raise
     if context.packing is not None and output is not None:
         return context.packing.pack(output)
-    if cache is None:
-        return None
-    if output is None:
-        cache.drop_pending()
-    elif context.call is None:
-        _commit(context)
-    else:
-        context.call.append(context)
-    return None
+    if cache is not None:
+        if output is None:
+            cache.drop_pending()
+        elif context.call is None:
+            _commit(context)
+        else:
+            context.call.passes.append(context)
+    return None if output is None or context.last is None else _ending_real(output, context.last)
+
+
+def _ending_real(output: Any, last: Tensor) -> Any:
+    """A decoder's output whose last position of each row holds what `last`, `[batch]`, says of which slot."""
+    hidden: Tensor = output[0]
+    answer = hidden[torch.arange(len(last), device=hidden.device), last.to(hidden.device)]
+    hidden = torch.cat([hidden[:, :-1], answer.unsqueeze(1)], 1)
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    output.last_hidden_state = hidden
+    return output
 
 
 def _commit(context: PassContext) -> None:
@@ -126,7 +148,7 @@ def _commit(context: PassContext) -> None:
         old = cache.positions
         positions = context.index if old is None else torch.cat([old, context.index], dim=1)
     padded = (context.keep is not None or cache.has_padding) and bool((positions < 0).any())
-    cache.commit(context.counts, positions, padded, context.index.shape[1])
+    cache.commit(context.counts, positions, padded, context.index.shape[1], context.ends)
 
 
 def _prepare(owner: Attachment, context: PassContext, kwargs: dict[str, Any], real: Tensor) -> None:

@@ -14,6 +14,19 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Call:
+    """A causal model's call around the passes of its decoder.
+
+    Attributes:
+        last_only: whether it asks for the logits of the last position alone (`logits_to_keep = 1`), as `generate` does.
+        passes: what is left for it to commit.
+    """
+
+    last_only: bool = False
+    passes: list[PassContext] = field(default_factory=list)
+
+
+@dataclass
 class PassContext:
     """What every layer of one forward pass shares.
 
@@ -27,8 +40,11 @@ class PassContext:
         addressed: what the addresses went on from and came to, once a layer without gradients has made them.
         counts: `[batch]` int64, real tokens of each row after this pass.
         gate_scale: multiplies every gate; as it was when the pass began.
-        call: where the pass is left for the call around it to commit; `None` if there is none.
+        call: the call around the pass, which commits it; `None` if there is none.
         packing: where the caller had several documents in a row, or `None`; here they have a row each.
+        last: `[batch]` int64, the slot of each of the caller's rows whose output stands for the last one, because
+            padding follows it and the call asks for the last alone; `None` if the last itself does.
+        ends: `[batch, 2]` int64, as in `MemoryCache`, or `None`.
         sums: by layer, what `fednl.memory.finite` looks at when the pass ends.
     """
 
@@ -37,8 +53,10 @@ class PassContext:
     cache: MemoryCache | None
     counts: Tensor
     gate_scale: float = 1.0
-    call: list[PassContext] | None = None
+    call: Call | None = None
     packing: Packing | None = None
+    last: Tensor | None = None
+    ends: Tensor | None = None
     window: WindowContext | None = None
     source: Tensor | None = None
     addressed: tuple[Tensor | None, tuple[Tensor, Tensor, Tensor]] | None = None

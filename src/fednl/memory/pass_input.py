@@ -79,6 +79,64 @@ def padding(kwargs: dict[str, Any], batch: int, tokens: int, device: torch.devic
     return None if bool(keep.all()) else keep
 
 
+def last_slots(keep: Tensor | None, before: Tensor, last_only: bool) -> Tensor | None:
+    """Where the token stands that is to answer for each row, `[batch]` int64, if padding follows it in any.
+
+    Args:
+        keep: `[batch, tokens]` bool, False for padding; `None` if there is none.
+        before: `[batch]`, real tokens of each row before this pass.
+        last_only: whether the call asks for the last position alone.
+
+    Raises:
+        BackboneError: a row had its last real token in an earlier pass, whose output is gone.
+    """
+    if keep is None or not last_only or bool(keep[:, -1].all()):
+        return None
+    over = ~keep.any(1) & (before > 0)
+    if bool(over.any()):
+        raise BackboneError(
+            f"Row {int(over.int().argmax())} has only padding in this pass and had its last token in an earlier one, "
+            "so there are no logits to go on from; pad on the left, or ask for every position (logits_to_keep = 0)."
+        )
+    slot = torch.arange(keep.shape[1], device=keep.device)
+    # A row that has not begun yet has nothing to answer with, and keeps its last slot.
+    return torch.where(keep.any(1), torch.where(keep, slot, -1).amax(1), slot[-1])
+
+
+def recount(kwargs: dict[str, Any], keep: Tensor | None, real: Tensor) -> Tensor | None:
+    """Lets positions go on from a row's last real token where the caller's go on from the padding after it.
+
+    `generate` gives every pad position 0 and counts on from a row's last slot, so that after a row padded on the right
+    its positions would begin again. Positions that count padding are the caller's own and stay.
+
+    Args:
+        kwargs: the decoder's arguments; `position_ids` is replaced where it does not go on.
+        keep, real: `[batch, tokens]` bool, False for padding; `keep` is `None` if there is none.
+
+    Returns:
+        What `MemoryCache.ends` is after the pass.
+    """
+    given, before = kwargs.get("position_ids"), getattr(_given_cache(kwargs), "ends", None)
+    if given is None or kwargs.get("doc_ids") is not None or (before is None and keep is None):
+        return None
+    device, rows = real.device, len(real)
+    if before is None or len(before) != rows:  # another number of rows is refused further on
+        before = torch.full((rows, 2), -1)
+    given, before = given.to(device).expand(real.shape), before.to(device)
+    # What came before stands as a pad after a real token.
+    stands = torch.cat([torch.tensor([[True, False]], device=device).expand(rows, -1), real], 1)
+    told = torch.cat([before.flip(1), given], 1)
+    slot = torch.where(stands, torch.arange(told.shape[1], device=device), 0).cummax(1).values
+    pad, token = told[:, :-1], told.gather(1, slot)[:, :-1]
+    anew = stands[:, 1:] & ~stands[:, :-1] & (told[:, 1:] == pad + 1) & (pad >= 0) & (pad < token)
+    if bool(anew.any()):
+        shift = torch.where(anew, token - pad, 0).cumsum(1)[:, 1:]
+        kwargs["position_ids"] = given + shift
+        told = torch.cat([told[:, :2], given + shift], 1)
+    ends = torch.stack([given[:, -1], told.gather(1, slot[:, -1:])[:, 0]], 1)
+    return None if bool((ends[:, 0] == ends[:, 1]).all()) else ends
+
+
 def documents(kwargs: dict[str, Any], real: Tensor) -> Packing | None:
     """Takes `doc_ids` out of the arguments, and finds where the rows' documents are if they have several.
 

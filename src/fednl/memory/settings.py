@@ -22,7 +22,8 @@ class PrefixSettings(Section):
 
     Args:
         cache: `"off"`, `"memory"` or `"disk"` (a temporary folder, readable by its owner only, that goes with the run).
-            It changes speed, and losses by rounding only: the same products come in batches of other sizes.
+            It changes speed, and losses by rounding only: the same products come in batches of other sizes. With
+            dropout in the layers below, while they train, it is refused.
         limit_mb: how much a process keeps at most, in MB of 10^6 bytes; examples beyond that are computed every time.
         dtype: `"float32"` keeps activations as they were computed, `"bfloat16"` in half of that, rounded.
 
@@ -65,7 +66,9 @@ class MemoryConfig(Section):
         gate: what the gate depends on; `"input"` is tanh(0.1 + W x), one value per query head and token, `"head"` one
             learned number per query head, `"layer"` one per layer.
         read_norm: whether each head's read is scaled to a root mean square of 1, times one learned number per channel.
-        window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows.
+        window_tokens: how many of the last tokens attention sees; 0 is full attention, whose cache grows. With 0 and no
+            `position_ids`, padding inside a row or between pieces of it counts in rotary distances, as in the bare
+            model; with a window it never does.
         sink_tokens: how many of each row's first real tokens attention always sees.
         chunk_tokens: tokens per chunk of the chunked form, with a rule that decays at most 128; changes speed, not
             results.

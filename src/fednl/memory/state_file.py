@@ -125,6 +125,7 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
         decoder: Any = owner.decoder
         device = decoder.get_input_embeddings().weight.device
         cache.counts, cache.positions = tensors["counts"].to(device), tensors["positions"].to(device)
+        cache.ends = tensors["ends"].to(device) if "ends" in tensors else None
     cache.seen_tokens, cache.has_padding = seen, padded
     return cache
 
@@ -132,7 +133,7 @@ def load_state(model: PreTrainedModel, folder: str | Path) -> MemoryCache:
 def _tensors(cache: MemoryCache) -> dict[str, Tensor]:
     """Every tensor a cache holds, by name."""
     held = {f"layers.{i}.{name}": t for i, layer in enumerate(cache.layers) for name, t in vars(layer.tensors).items()}
-    held |= {"counts": cache.counts, "positions": cache.positions}
+    held |= {"counts": cache.counts, "positions": cache.positions, "ends": cache.ends}
     return {name: t for name, t in held.items() if t is not None}
 
 
@@ -231,6 +232,8 @@ def _expected(
     batch, window = rows.shape[0], config.window_tokens
     slots = min(window, seen) if window else seen
     rule, found = config.update_rule, {"counts": ([batch], "int64"), "positions": ([batch, slots], "int64")}
+    if "ends" in tensors:
+        found["ends"] = [batch, 2], "int64"
     for index in range(owner.num_layers):
         mine: dict[str, tuple[list[int], str]] = {
             name: ([batch, heads, slots, size], "") for name in ("keys", "values")
