@@ -15,6 +15,7 @@ from fednl.memory.finite import check
 from fednl.memory.layer_hooks import CACHE_NAMES, CONTEXT
 from fednl.memory.pass_context import Call, PassContext
 from fednl.memory.pass_input import (
+    check_given,
     check_positions,
     counted,
     documents,
@@ -160,6 +161,7 @@ def _prepare(owner: Attachment, context: PassContext, kwargs: dict[str, Any], re
                 "A pass that begins above the frozen layers can go on with no conversation and unpack no documents; "
                 "say use_cache = False, or leave the prefix cache out."
             )
+        check_given(owner, owner.given, kwargs, context.index)
         context.source = owner.given.source
     if owner.config.window_tokens:
         _put_window(owner, context, kwargs)

@@ -12,7 +12,8 @@ from fednl.errors import BackboneError
 from fednl.memory.families import last_position
 from fednl.memory.layer_hooks import CACHE_NAMES
 from fednl.memory.packed import Packing, find_packing
-from fednl.memory.sites import Attachment
+from fednl.memory.sites import Attachment, GivenPrefix
+from fednl.memory.window import contiguous
 
 if TYPE_CHECKING:
     from fednl.memory.cache import MemoryCache
@@ -159,6 +160,27 @@ def documents(kwargs: dict[str, Any], real: Tensor) -> Packing | None:
 
 def _given_cache(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def check_given(owner: Attachment, given: GivenPrefix, kwargs: dict[str, Any], index: Tensor) -> None:
+    """Raises `BackboneError` unless a pass that begins above the frozen layers is over what these were given.
+
+    Args:
+        owner: the model's memory.
+        given: what they were.
+        kwargs: the decoder's arguments.
+        index: `[batch, tokens]` int64, each token's index among its row's real tokens; -1 for padding.
+    """
+    ids, positions, real = kwargs.get("input_ids"), kwargs.get("position_ids"), index >= 0
+    told = owner.config.window_tokens or last_position(owner.decoder) is not None or contiguous(index)
+    if positions is not None:
+        told = bool((positions.to(index.device) == index)[real].all())
+    same = ids is not None and ids.shape == given.ids.shape and torch.equal(real, given.real.to(real.device))
+    if ids is None or not told or not same or not torch.equal(ids[real], given.ids.to(ids.device)[real]):
+        raise BackboneError(
+            "The pass is over other tokens, padding or positions than its frozen layers were computed for; give it the "
+            "batch that PrefixCache.over was given, count positions by real tokens, and pad at the ends of rows."
+        )
 
 
 def check_positions(owner: Attachment, index: Tensor) -> None:

@@ -4,35 +4,29 @@ These layers never change while rules train, so neither does what they make of a
 trained layer, with what is kept of its examples; what is not kept is computed of each example alone, and goes on as it
 would be kept. So no result depends on room, nor on who computed what before. Addresses are made of an early layer's
 inputs, so these are kept too.
-
-What is kept is private text in another form. It stays in this process, or in a folder for its owner only that goes with
-it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
-import weakref
+import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fednl.errors import SettingsError
+from fednl.errors import BackboneError, SettingsError
 from fednl.memory.families import family_of
+from fednl.memory.kept import MEGABYTE, Origin, on_disk
+from fednl.memory.kept import Kept as Kept
 from fednl.memory.layer_hooks import CONTEXT
 from fednl.memory.settings import PrefixSettings
 from fednl.memory.sites import Attachment, GivenPrefix, attachment
 
-MEGABYTE = 10**6
+PROBE_TOKENS = 4
+"""Of the pass that tells whether the layers below are what they were."""
 
 
 def first_trained_layer(owner: Attachment) -> int:
@@ -45,76 +39,13 @@ def first_trained_layer(owner: Attachment) -> int:
     return len(blocks)
 
 
-@dataclass(eq=False)
-class Kept:
-    """Activations by example, in memory or on disk, up to a limit; the first ones stay.
-
-    A disk that refuses costs time and nothing else: what is there stays, and no more is kept.
-
-    Attributes:
-        limit_bytes: no more than this is kept.
-        folder: where, or `None` for memory; it is taken away when this object goes, at the latest with the process.
-        held_bytes: how much is.
-    """
-
-    limit_bytes: int
-    folder: Path | None = None
-    held_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self._tensors: dict[str, dict[str, Tensor] | int] = {}  # or how many bytes a file has of them
-        if self.folder is not None:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """What was kept of an example; None where nothing was, or its file is gone or damaged."""
-        held = self._tensors.get(key)
-        if not isinstance(held, int):
-            return held
-        try:
-            return load_file(self._file(key))
-        except (OSError, SafetensorError):
-            self._remove(key)
-            del self._tensors[key]
-            self.held_bytes -= held
-            return None
-
-    def keep(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keeps an example's activations if there is room."""
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        if key in self._tensors or self.held_bytes + size > self.limit_bytes:
-            return
-        if self.folder is not None:
-            try:
-                save_file(tensors, self._file(key))
-            except (OSError, SafetensorError):
-                self._remove(key)
-                self.limit_bytes = self.held_bytes
-                return
-        self._tensors[key] = tensors if self.folder is None else size
-        self.held_bytes += size
-
-    def _remove(self, key: str) -> None:
-        with suppress(OSError):
-            self._file(key).unlink(missing_ok=True)
-
-    def _file(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{key}.safetensors"
-
-
-def _on_disk(settings: PrefixSettings) -> Kept:
-    """A new folder that only its owner can read; where there is no place for one, nothing is kept."""
-    try:
-        return Kept(settings.limit_mb * MEGABYTE, Path(tempfile.mkdtemp(prefix="fednl-prefix-")))
-    except OSError:
-        return Kept(0)
+def frozen_tensors(owner: Attachment, layer: int) -> list[Tensor]:
+    """Every parameter below a block, those of the embeddings too; the addresses do not count."""
+    apart = set() if owner.addresses is None else {id(p) for p in owner.addresses.parameters()}
+    decoder, name = owner.decoder, family_of(owner.decoder).blocks
+    before = itertools.takewhile(lambda child: child[0] != name, decoder.named_children())
+    parts = [*(module for _, module in before), *getattr(decoder, name)[:layer]]
+    return [p for part in parts for p in part.parameters() if id(p) not in apart]
 
 
 class PrefixCache:
@@ -123,7 +54,8 @@ class PrefixCache:
     Args:
         model: with everything attached that is to train.
         settings: the `[prefix]` section.
-        kept: activations of the same frozen layers from before, or `None` to begin with none.
+        kept: activations from before, or `None` to begin with none; those that other layers made, or the same before
+            they changed, are forgotten.
 
     Attributes:
         layer: where such passes begin.
@@ -131,20 +63,22 @@ class PrefixCache:
 
     Raises:
         BackboneError: no memory is attached.
-        SettingsError: nothing frozen lies below the first memory, or `cache` is `"off"`.
+        SettingsError: nothing frozen lies below the first memory, the embedding trains, or `cache` is `"off"`.
     """
 
     def __init__(self, model: nn.Module, settings: PrefixSettings, kept: Kept | None = None) -> None:
         self._owner = attachment(model)
         self.layer = first_trained_layer(self._owner)
-        if settings.cache == "off" or self.layer == 0:
+        trains = self.layer == 0 or any(x.requires_grad for x in frozen_tensors(self._owner, self.layer))
+        if settings.cache == "off" or trains:
+            what = "the embedding" if self.layer else "layer 0"
             raise SettingsError(
-                f'prefix.cache = "{settings.cache}", memory.layers = "{self._owner.config.layers}": where layer 0 '
+                f'prefix.cache = "{settings.cache}", memory.layers = "{self._owner.config.layers}": where {what} '
                 'trains there is nothing to cache; put memory into upper layers only, or set prefix.cache = "off".'
             )
         self._narrow = settings.dtype == "bfloat16"
         if kept is None:
-            kept = _on_disk(settings) if settings.cache == "disk" else Kept(settings.limit_mb * MEGABYTE)
+            kept = on_disk(settings) if settings.cache == "disk" else Kept(settings.limit_mb * MEGABYTE)
         self.kept = kept
         self.computed = self.taken = 0
 
@@ -152,15 +86,42 @@ class PrefixCache:
     def over(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block, passes over `batch` without a cache begin at the first trained layer.
 
-        The model must not run in another thread meanwhile.
+        The model must not run in another thread meanwhile. Where a layer below has changed since, what was kept is
+        computed anew: every block begins with a pass over a few tokens through these layers, which tells.
 
         Args:
-            batch: `input_ids` and `attention_mask`, `[batch, tokens]`.
+            batch: `input_ids` and `attention_mask`, `[batch, tokens]`; padding at the ends of rows. Passes over
+                anything else are refused.
+
+        Raises:
+            BackboneError: something below trains by now, or draws random numbers, as dropout does in training mode.
         """
+        self.kept.come_from(self._origin())
         ids, real = batch["input_ids"], batch["attention_mask"].bool()
         found = [self._of(row[there]) for row, there in zip(ids, real, strict=True)]
-        with self._begun(found, real):
+        with self._begun(found, ids, real):
             yield
+
+    def _origin(self) -> Origin:
+        """The layers below as they are now."""
+        decoder: Any = self._owner.decoder
+        tensors = frozen_tensors(self._owner, self.layer)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise BackboneError(
+                f"Something below layer {self.layer} trains by now, and a pass that begins there would not teach it; "
+                "make a new PrefixCache, or train without one."
+            )
+        device = decoder.get_input_embeddings().weight.device
+        before = _drawn(device)
+        probe = {name: x.clone() for name, x in self._below(torch.arange(PROBE_TOKENS, device=device)).items()}
+        if not all(map(torch.equal, before, _drawn(device))):
+            raise BackboneError(
+                f"The model draws random numbers below layer {self.layer} (dropout in training mode), and what is kept "
+                "would repeat one draw for ever; call model.eval() or set that dropout to 0, or leave the prefix "
+                "cache out."
+            )
+        state = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        return Origin(self.layer, self._narrow, state, probe)
 
     def _of(self, ids: Tensor) -> dict[str, Tensor]:
         """What is kept of an example, `[tokens, width]` each; where nothing is, what would be."""
@@ -194,7 +155,7 @@ class PrefixCache:
         return x.to("cpu", narrow, copy=True).contiguous()
 
     @contextmanager
-    def _begun(self, found: list[dict[str, Tensor]], real: Tensor) -> Iterator[None]:
+    def _begun(self, found: list[dict[str, Tensor]], ids: Tensor, real: Tensor) -> Iterator[None]:
         """Puts examples' activations in the place of the blocks below."""
         decoder, name = self._owner.decoder, family_of(self._owner.decoder).blocks
         blocks: Any = getattr(decoder, name)
@@ -203,7 +164,7 @@ class PrefixCache:
         last = self.layer - 1
         below = [_Passed(block) for block in blocks[:last]] + [_Passed(blocks[last], filled["hidden"])]
         setattr(decoder, name, nn.ModuleList([*below, *blocks[self.layer :]]))
-        self._owner.given = GivenPrefix(filled.get("source"))
+        self._owner.given = GivenPrefix(filled.get("source"), ids, real)
         try:
             yield
         finally:
@@ -238,6 +199,15 @@ class _Passed(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Gives the activations."""
         return hidden_states if self.given is None else self.given
+
+
+def _drawn(device: torch.device) -> list[Tensor]:
+    """The states of the random generators that a pass on `device` draws from."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states += module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    return states
 
 
 def _key(ids: Tensor) -> str:

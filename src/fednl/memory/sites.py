@@ -54,9 +54,12 @@ class GivenPrefix:
 
     Attributes:
         source: what the addresses are made of, `[batch, tokens, hidden]`, or `None` where they are made further up.
+        ids, real: the tokens that they were computed for, `[batch, tokens]`, and which of them are no padding.
     """
 
     source: Tensor | None
+    ids: Tensor
+    real: Tensor
 
 
 @dataclass(eq=False)

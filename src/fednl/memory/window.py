@@ -146,7 +146,7 @@ def window_context(
         index=index,
         padded=padded,
         positions=positions,
-        blocks=_blocks(index, positions, slot, window, not padded or _contiguous(positions)),
+        blocks=_blocks(index, positions, slot, window, not padded or contiguous(positions)),
         sink_source=source,
         rotations={
             kind: Rotation(turning(*embed(like, rebased)), turning(*embed(like, slot.unsqueeze(0))))
@@ -247,7 +247,7 @@ def _blocks(index: Tensor, positions: Tensor, sink: Tensor, window: int, contigu
     return blocks
 
 
-def _contiguous(positions: Tensor) -> bool:
+def contiguous(positions: Tensor) -> bool:
     """True if each row's real tokens stand side by side, so that slot distance is token distance."""
     real = positions >= 0
     return bool(((real[:, 1:] != real[:, :-1]).sum(1) <= 1 + (~real[:, :1]).int().sum(1)).all())
