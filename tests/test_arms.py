@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from fednl.arms import TRAINED, VIEWS, adapters_hash, inside, make_algorithm, trained_arms, training_of
+from fednl.arms import (
+    TRAINED,
+    VIEWS,
+    adapters_hash,
+    federation_of,
+    inside,
+    make_algorithm,
+    trained_arms,
+    training_of,
+)
 from fednl.config import Config
 from fednl.evaluation.settings import ARMS
 
@@ -27,6 +36,15 @@ def test_the_pooled_learner_takes_the_steps_that_a_round_takes_in_all(asked: int
     training = training_of(config(**{"clients-per-round": asked}), "pooled", 7)
     assert (training.local_steps, training.warmup_steps) == (steps, 2 * steps // 3)
     assert (training.rounds, training.batch) == (4, 4)
+
+
+@pytest.mark.parametrize("wait", [{"deadline-s": 2.0, "warm-up-s": 1.0}, {"pace": "minutes"}])
+def test_a_deadline_is_for_clients_and_not_for_the_pooled_learner(wait: dict[str, object]) -> None:
+    run = config(**wait, **{"clients-per-round": 3, "quorum": 2, "max-failed-rounds": 2})
+    assert all(federation_of(run, arm) == run.federation for arm in TRAINED if arm != "pooled")
+    pooled = federation_of(run, "pooled")
+    assert [pooled.seconds_to_wait(first) for first in (True, False)] == [None, None]
+    assert (pooled.clients_per_round, pooled.quorum, pooled.lora_ranks) == (0, 1, ())
 
 
 def test_only_lora_has_a_rate_of_its_own() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from fednl.config import Config
 from fednl.federation.algorithms import ALGORITHMS, FedAvg
 from fednl.federation.exchange import PLAIN, Exchange
-from fednl.federation.settings import TrainingSettings
+from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.models.settings import DEFAULT_LORA_RANK
 
 POOLED = "pooled"
@@ -162,6 +162,22 @@ def exchange_of(config: Config, arm: str) -> Exchange:
     kind = TRAINED[arm]
     shares = ALGORITHMS[algorithm_of(config, arm)].traits.shares
     return config.exchange if shares and not kind.pooled else PLAIN
+
+
+def federation_of(config: Config, arm: str) -> FederationSettings:
+    """Gives an arm's `[federation]`: the run's own, without what is for clients only for the pooled learner.
+
+    That one takes everybody's steps, so a client's deadline would cut it off.
+
+    Args:
+        config: the run's settings.
+        arm: a name in `TRAINED`.
+    """
+    own = config.federation
+    if not TRAINED[arm].pooled:
+        return own
+    alone = {"clients_per_round": 0, "quorum": 1, "lora_ranks": ()}
+    return own.model_copy(update={**alone, "pace": "patient", "deadline_s": 0.0, "warm_up_s": 0.0})
 
 
 def training_of(config: Config, arm: str, clients: int) -> TrainingSettings:

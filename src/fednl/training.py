@@ -13,6 +13,7 @@ from fednl.arms import (
     adapters_hash,
     adapters_of,
     exchange_of,
+    federation_of,
     inside,
     make_algorithm,
     trained_arms,
@@ -205,10 +206,6 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     }
     training = training_of(config, name, sum(map(bool, examples.values())))
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
-    settings = config.federation
-    if kind.pooled:
-        settings = settings.model_copy(update={"clients_per_round": 0, "quorum": 1, "lora_ranks": ()})
-
     outdated = [name]
 
     def tell(event: Mapping[str, Any]) -> None:
@@ -233,7 +230,6 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
             {client: told[client]["correct"] for client in own if "correct" in told[client]},
         )
 
-    algorithm = make_algorithm(config, name)
     start = unpack(do(pool, Job("start", {"setup": kind.setup})).blobs[0])[0]
     if not kind.folder:
         _write_descriptions(run, config, facts)
@@ -244,7 +240,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         algorithm,
         transport,
         start,
-        settings,
+        federation_of(config, name),
         training,
         run,
         folder=kind.folder,
