@@ -13,6 +13,9 @@ from fednl.federation.frames import serve
 
 if "broken" in sys.argv:
     sys.exit(3)
+if "stuck" in sys.argv and not os.path.exists(sys.argv[-1]):
+    open(sys.argv[-1], "w").close()
+    time.sleep(600)
 print("printed before the first frame, without an end", end="")
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, forge, start_
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.checkpoint import read_tensors
+from fednl.federation.combine import InOrder
 from fednl.federation.loop import sample_clients
 from fednl.federation.message import Message
 from fednl.federation.params import Params, equal, finite, weighted_mean
@@ -296,7 +297,16 @@ def test_a_deadline_drops_who_is_late_and_nobody_whose_turn_comes_after(
     transport: SimulatedTransport = InProcessTransport(endpoint, SIZES)
     if inline:
         transport = ProcessTransport(InlinePool({"train": train_handler(endpoint)}), SIZES)
+    held: list[int] = []
+
+    class Counted(InOrder):
+        def put(self, client: str, message: Message | None) -> Iterator[Message]:
+            yield from super().put(client, message)
+            held.append(len(self._came))
+
+    monkeypatch.setattr("fednl.federation.loop.InOrder", Counted)
     toy.run(transport)
+    assert held == [0] * 4 * len(toy.rows()), "who was given up is waited for, and the others' replies with it"
     for row in toy.rows():
         assert {client["name"]: client["status"] for client in row["clients"]} == {
             client: "late" if client == slow else "ok" for client in SIZES

@@ -115,7 +115,8 @@ def test_a_worker_killed_from_outside_is_lost(pool: WorkerPool) -> None:
 def test_a_late_job_ends_by_itself_unheard_and_the_next_jobs_are_done(pool: WorkerPool) -> None:
     list(pool.map([Job("echo")] * 2, deadline_s=60.0))
     before = pool.process_ids()
-    assert list(pool.map([Job("sleep", {"seconds_s": 0.3}) for _ in range(2)], deadline_s=0.1)) == []
+    late = list(pool.map([Job("sleep", {"seconds_s": 0.3}) for _ in range(2)], deadline_s=0.1))
+    assert [result.header["status"] for result in late] == ["late"] * 2
     assert [result.header["status"] for result in pool.map([Job("echo")] * 2, deadline_s=60.0)] == ["ok"] * 2
     assert pool.process_ids() == before
 
@@ -124,9 +125,18 @@ def test_a_worker_that_hangs_is_given_up_at_the_deadline_then_ended_and_the_othe
     with pool_of(1) as made:
         list(made.map([Job("echo")]))
         before, hung, others = made.process_ids(), Job("sleep", {"seconds_s": 600}), [Job("echo"), Job("echo")]
-        assert list(made.map([hung], deadline_s=0.1)) == []
-        assert [result.job for result in made.map([hung, *others], deadline_s=1.0)] == others
+        assert [result.header["status"] for result in made.map([hung], deadline_s=0.1)] == ["late"]
+        found = [(result.job, result.header["status"]) for result in made.map([hung, *others], deadline_s=1.0)]
+        assert found == [(hung, "late"), *((other, "ok") for other in others)]
         assert made.process_ids() != before
+
+
+def test_a_worker_that_never_gets_ready_is_given_up_at_the_deadline_and_the_next_one_works(tmp_path: Path) -> None:
+    with pool_of(1, "stuck", str(tmp_path / "mark")) as made:
+        began_s, jobs = time.monotonic(), [Job("echo", {"number": number}) for number in range(2)]
+        found = {result.job: result.header["status"] for result in made.map(jobs, deadline_s=0.7)}
+        assert found[jobs[0]] == "late" and time.monotonic() - began_s < 3
+        assert [result.header["status"] for result in made.map(jobs, deadline_s=60.0)] == ["ok"] * 2
 
 
 def test_closing_ends_workers_in_the_middle_of_a_job() -> None:
@@ -206,4 +216,5 @@ def test_the_inline_pool_keeps_its_deadline() -> None:
         return {}, ()
 
     jobs = [Job("sleep", {"seconds_s": seconds_s}) for seconds_s in (0.0, 0.3, 0.0)]
-    assert [result.job for result in InlinePool({"sleep": sleep}).map(jobs, deadline_s=0.2)] == [jobs[0], jobs[2]]
+    found = [result.header["status"] for result in InlinePool({"sleep": sleep}).map(jobs, deadline_s=0.2)]
+    assert found == ["ok", "late", "ok"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from fednl.federation.frames import Handler, describe_failure
-from fednl.federation.pool import Job, Result
+from fednl.federation.pool import Job, Result, late
 
 
 class Pool(Protocol):
@@ -43,12 +43,11 @@ class InlinePool:
         on_progress: Callable[[Job, dict[str, Any]], None] | None = None,
         deadline_s: float | None = None,
     ) -> Iterator[Result]:
-        """Does the jobs in their order; one that takes longer than the deadline ends unheard."""
+        """Does the jobs in their order; one that takes longer than the deadline is `"late"`."""
         for job in jobs:
             began_s = time.monotonic()
             result = self._do(job, on_progress)
-            if deadline_s is None or time.monotonic() - began_s <= deadline_s:
-                yield result
+            yield result if deadline_s is None or time.monotonic() - began_s <= deadline_s else late(job)
 
     def close(self) -> None:
         """Has nothing to end."""

@@ -42,12 +42,18 @@ class Result(NamedTuple):
     """What became of a job.
 
     `header["status"]` is `"ok"`, and `header["answer"]` what the handler gave; or `"failed"`, and
-    `header["answer"]` what `describe_failure` says; or `"lost"`: the worker ended in the middle of the job.
+    `header["answer"]` what `describe_failure` says; or `"lost"`: the worker ended in the middle of the job; or
+    `"late"`: it took longer than it may, and nothing more will be heard of it.
     """
 
     job: Job
     header: dict[str, Any]
     blobs: list[bytes]
+
+
+def late(job: Job) -> Result:
+    """Gives what is said of a job that took longer than it may."""
+    return Result(job, {"status": "late", "answer": {}}, [])
 
 
 class _Progress(NamedTuple):
@@ -101,15 +107,16 @@ class WorkerPool:
     ) -> Iterator[Result]:
         """Does the jobs, in their order on whichever worker is free, and gives results as they come.
 
-        If the caller stops early, jobs not begun are dropped, and those at work end unheard. So does a job that
-        takes longer than the deadline; a worker that then does not come back to the others is ended and replaced. It
-        has the longest deadline this pool was ever given for that: a slow job ends by itself, and a new worker, which
-        loads what it needs in its first job, gets there.
+        If the caller stops early, jobs not begun are dropped, and those at work end unheard. A job that takes longer
+        than the deadline is `"late"`, and ends unheard; a worker that then does not come back to the others is ended
+        and replaced. It has the longest deadline this pool was ever given for that: a slow job ends by itself, and a
+        new worker, which loads what it needs in its first job, gets there. As long may a worker take until it is
+        ready; after that its job is `"late"`, and the worker is ended and replaced.
 
         Args:
             jobs: what to do.
             on_progress: is told (job, facts) in the calling thread, between results.
-            deadline_s: seconds that each job has from when a worker begins with it; None for no deadline.
+            deadline_s: seconds that each job has from when a ready worker begins with it; None for no deadline.
 
         Raises:
             FednlError: the worker's module cannot be started.
@@ -133,8 +140,7 @@ class WorkerPool:
                         on_progress(item.job, item.facts)
                     continue
                 waiting.remove(ticket)
-                if isinstance(item, Result):
-                    yield item
+                yield item or late(ticket.job)
         finally:
             cancelled.set()
 
@@ -218,10 +224,13 @@ class _Worker:
                     ticket.tell(error)
         self._end()
 
-    def _do(self, ticket: _Ticket) -> Result:
-        job = ticket.job
-        stdin, stdout = self._ready_pipes()
-        with self._watched(ticket), contextlib.suppress(OSError):  # a pipe that breaks is a worker that ended
+    def _do(self, ticket: _Ticket) -> Result | None:
+        job, pipes = ticket.job, self._ready_pipes(ticket)
+        if pipes is None:
+            return None
+        stdin, stdout = pipes
+        waits_s = (ticket.deadline_s or 0.0, ticket.patience_s)
+        with self._watched(ticket, *waits_s), contextlib.suppress(OSError):  # a pipe that breaks is a worker that ended
             write_frame(stdin, {"op": job.op, "job": dict(job.header)}, job.blobs)
             while (frame := read_frame(stdout)) is not None:
                 header, blobs = frame
@@ -232,36 +241,47 @@ class _Worker:
         return Result(job, {"status": "lost", "answer": {}}, [])
 
     @contextlib.contextmanager
-    def _watched(self, ticket: _Ticket) -> Iterator[None]:
-        """Gives the ticket up at its deadline, and ends a process that is still at it when patience is over too."""
-        done = threading.Event()
+    def _watched(self, ticket: _Ticket, *waits_s: float) -> Iterator[threading.Event]:
+        """Gives the ticket up after the first wait, and ends a process that is still at it after all; says if it did.
+
+        Without a deadline nothing is watched.
+        """
+        done, ended = threading.Event(), threading.Event()
 
         def watch() -> None:
-            if done.wait(ticket.deadline_s):
-                return
-            ticket.tell(None)
-            if done.wait(ticket.patience_s):
-                return
+            for wait_s in waits_s:
+                if done.wait(wait_s):
+                    return
+                ticket.tell(None)
             with self._lock:
                 if not done.is_set():
+                    ended.set()
                     self._process.kill()
 
         if ticket.deadline_s is not None:
             threading.Thread(target=watch, name="fednl-deadline", daemon=True).start()
         try:
-            yield
+            yield ended
         finally:
             with self._lock:  # so that the process is not ended at its next job
                 done.set()
 
-    def _ready_pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Waits until the worker serves; one that ends before is started once more, then given up."""
+    def _ready_pipes(self, ticket: _Ticket) -> tuple[IO[bytes], IO[bytes]] | None:
+        """Waits until the worker serves; None for one that does not get there, which is ended and started anew.
+
+        One that ends by itself is started once more, then given up.
+        """
         for _ in range(_STARTS):
             stdin, stdout = self._process.stdin, self._process.stdout
             assert stdin is not None
             assert stdout is not None
-            if self._is_ready or (not self._closed and skip_to_mark(stdout)):
-                self._is_ready = True
+            if self._is_ready:
+                return stdin, stdout
+            with self._watched(ticket, ticket.patience_s) as ended:
+                self._is_ready = not self._closed and skip_to_mark(stdout)
+            if self._is_ready and not ended.is_set():
                 return stdin, stdout
             self._restart()
+            if ended.is_set():
+                return None
         raise FednlError(f"A worker ({' '.join(self._command[1:3])}) ended before it was ready; see its words above.")

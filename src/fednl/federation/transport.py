@@ -28,7 +28,8 @@ class Reply:
     Args:
         client: who the transport knows has sent it; not what the bytes claim.
         payload: the serialised message; empty unless `status` is `"ok"`.
-        status: `"ok"`, `"failed"` (the client raised) or `"lost"` (its process or connection ended).
+        status: `"ok"`, `"failed"` (the client raised), `"lost"` (its process or connection ended) or `"late"` (it was
+            given up at its deadline).
         reason: a short reason code, such as the type of the error.
         detail: a sentence or a place in the code; never private text.
     """
@@ -63,6 +64,9 @@ class Transport(Protocol):
 
     def replies(self, deadline_s: float | None, on_progress: OnClient | None = None) -> Iterator[Reply]:
         """Gives replies as they come, until all asked have answered or been given up.
+
+        A client that is given up while others are waited for is told of, as `"late"`: the loop keeps nothing back for
+        it then.
 
         Args:
             deadline_s: seconds that a client has, counted from when it is asked to work; None for no deadline. Over a
@@ -159,8 +163,8 @@ class InProcessTransport(SimulatedTransport):
     def replies(self, deadline_s: float | None, on_progress: OnClient | None = None) -> Iterator[Reply]:
         """Lets the asked clients work in sorted order and gives each one's reply.
 
-        A client that raises has failed, and the round goes on. One that ends after its deadline counts as not
-        answered, its state unchanged.
+        A client that raises has failed, and the round goes on. One that ends after its deadline is late, its state
+        unchanged.
 
         Args:
             deadline_s: seconds from when a client begins, for each anew; None for no deadline.
@@ -174,6 +178,7 @@ class InProcessTransport(SimulatedTransport):
                 yield Reply.failed(client, describe_failure(error))
                 continue
             if deadline_s is not None and time.monotonic() - began_s > deadline_s:
+                yield Reply(client, status="late")
                 continue
             self._states[client] = new_state
             yield Reply(client, reply)

@@ -34,8 +34,8 @@ class ProcessTransport(SimulatedTransport):
     def replies(self, deadline_s: float | None, on_progress: OnClient | None = None) -> Iterator[Reply]:
         """Lets the asked clients work and gives replies as they come.
 
-        A client whose worker dies is lost for this round, its state unchanged; so is, without a reply, one
-        that has not answered at its deadline.
+        A client whose worker dies is lost for this round, and one that has not answered at its deadline is late; the
+        state of either is unchanged.
 
         Args:
             deadline_s: seconds from when a worker begins with a client, for each anew; None for no deadline.
@@ -56,6 +56,8 @@ class ProcessTransport(SimulatedTransport):
                 yield Reply.failed(client, header["answer"])
             elif header["status"] == "lost":
                 yield Reply(client, status="lost", reason="lost", detail="its worker process ended")
+            elif header["status"] == "late":
+                yield Reply(client, status="late")
             else:
                 reply, self._states[client] = blobs
                 yield Reply(client, reply)
