@@ -134,13 +134,13 @@ class Bench:
         now = {holder: self.stream.at(holder, round) for holder in holders}
         return [example for example in found if example.task == now[example.client]]
 
-    def tasks_in(self, client: str, round: int) -> tuple[str, str]:
+    def tasks_in(self, client: str, round: int, attempt: int = 0) -> tuple[str, str]:
         """A client's task in a round of a stream, and the same again where it ends with it; empty where none does."""
         if self.stream is None or client == POOLED:
             return "", ""
         number, seed = self.config.federation.clients_per_round, self.config.run.seed
         names = [name for name in self.data if name not in self.config.data.hold_out_clients]
-        ends = self.stream.ends(client, round, lambda later: sample_clients(names, number, seed, later))
+        ends = self.stream.ends(client, round, lambda later: sample_clients(names, number, seed, later, attempt))
         return self.stream.at(client, round), ends
 
     def collated(self, examples: Sequence[Any], join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ class Bench:
                 )
             self.mount(kind.setup)
             problem = ClientProblem(self, client, message.round)
-            plan = LocalPlan.of(training, message.round, *self.tasks_in(client, message.round))
+            plan = LocalPlan.of(training, message.round, *self.tasks_in(client, message.round, message.attempt))
             return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
         return train

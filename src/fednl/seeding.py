@@ -35,6 +35,16 @@ def seed_of(seed: int, purpose: str, client: str = "", round: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
 
 
+def anew(purpose: str, attempt: int) -> str:
+    """Names what a stream is for when a round is done again: the purpose itself in the first attempt, 0.
+
+    Args:
+        purpose: what the stream is for.
+        attempt: how often the run went back before.
+    """
+    return f"{purpose}, attempt {attempt}" if attempt else purpose
+
+
 def torch_rng(seed: int, purpose: str, client: str = "", round: int = 0) -> torch.Generator:
     """Gives a CPU `torch.Generator` for the named stream.
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from federation_toys import PROJECTION, SIZES, Bench, start_params
 
-from fednl.errors import CheckpointError
+from fednl.errors import CheckpointError, FednlError, MessageError
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.exchange import Exchange, PrivacySettings
+from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings
 from fednl.federation.message import Message
 from fednl.federation.own_store import OwnStore
 from fednl.federation.params import equal
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import InProcessTransport
+from fednl.federation.validate import Wanted
 
 TRAINING = TrainingSettings(rounds=5, local_steps=2)
 
@@ -118,6 +120,53 @@ def test_under_local_noise_no_second_question_of_a_round_is_answered(tmp_path: P
     with pytest.raises(CheckpointError, match="Round 1 was asked again with other rules"):
         _ask(store, other)
     assert [_ask(store, message) for message in asked] == replies and endpoint.done == [("ada", 1), ("ada", 2)]
+    again = [replace(message, attempt=1) for message in asked]
+    fresh = [_ask(store, message) for message in again]  # the server went back, and counts these once more
+    assert fresh[0] != replies[0] and [_ask(store, message) for message in again] == fresh
+    for message in (other, asked[1], replace(other, attempt=1)):
+        with pytest.raises(CheckpointError, match="was asked again with other rules"):
+            _ask(store, message)
+
+
+@pytest.mark.parametrize("mode", ["none", "local"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_clients_keep_what_the_server_goes_back_to_once_rounds_that_failed_are_mended(
+    tmp_path: Path, mode: Any, first: int
+) -> None:
+    """Five failed rounds are taken back, of which the clients keep three newest."""
+    privacy = PrivacySettings(mode=mode, noise_seed=1) if mode == "local" else PrivacySettings()
+    exchange = Exchange(combine=CombineSettings(weights="uniform"), privacy=privacy) if mode == "local" else PLAIN
+    training = TRAINING.model_copy(update={"rounds": 7})
+    settings = FederationSettings(quorum=3, max_failed_rounds=5, keep_checkpoints=3)
+    whole, toy = bench(tmp_path / "whole" / "run"), bench(tmp_path / "own" / "run")
+    for each in (whole, toy):
+        each.training, each.settings, each.exchange = training, settings, exchange
+    expected = whole.run()
+    store, endpoint = store_of(toy, tmp_path / "disk")
+
+    def faulty(client: str, message: Message, *rest: Any) -> Any:
+        if message.round >= first and client in ("ada", "bob"):
+            raise OSError("a full disk")
+        return store(client, message, *rest)
+
+    with pytest.raises(FednlError, match="5 rounds in a row failed"):
+        toy.run(OnItsOwn(faulty, SIZES))
+    found = toy.run(OnItsOwn(store, SIZES))
+    assert [client["status"] for row in toy.rows() for client in row["clients"]] == ["ok"] * 4 * 7
+    assert [endpoint.done.count(("cyd", round)) for round in (first, first + 4, 7)] == [2, 2, 1]
+    if mode == "none":  # noise is drawn anew
+        assert equal(found, expected)
+
+
+def test_a_late_answer_to_an_earlier_attempt_is_none_to_the_next(tmp_path: Path) -> None:
+    asked = [Message(start_params(), round=1, client="ada", run="r", attempt=attempt) for attempt in (0, 1)]
+    toy = Bench(tmp_path / "run")
+    replies = [toy.endpoint()("ada", message, {}, lambda facts: None)[0].to_bytes() for message in asked]
+    wanted = Wanted(start_params(), {}, 1, "r", attempt=1)
+    assert wanted.read(replies[1], "ada").attempt == 1
+    with pytest.raises(MessageError, match="not for round 1 of this run"):
+        wanted.read(replies[0], "ada")
+    assert b"attempt" not in asked[0].to_bytes() and b"unsettled" not in asked[0].to_bytes()
 
 
 def _ask(store: OwnStore, message: Message) -> bytes:

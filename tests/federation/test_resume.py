@@ -12,12 +12,14 @@ from federation_toys import SIZES, Bench, in_parts, own_settings, start_params
 
 from fednl.errors import CheckpointError, FednlError
 from fednl.federation import checkpoint as checkpoint_module
-from fednl.federation.accounting import epsilon_of
+from fednl.federation.accounting import Spent, epsilon_of
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.checkpoint import read_tensors
 from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings, TrafficSettings
+from fednl.federation.loop import sample_clients
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal
+from fednl.federation.privacy import PrivateSum
 from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import InProcessTransport
@@ -58,6 +60,13 @@ def outcome(toy: Bench, transport: Any, params: Params) -> tuple[Params, ClientS
             for name in ("seconds_s", "cpu_s", "up_bytes", "up_container_bytes"):
                 client.pop(name, None)
     return params, {**states, **server}, (toy.path / "best" / "params.safetensors").read_bytes(), rows
+
+
+def without_down_bytes(found: Any) -> Any:
+    """The same without the sizes of the server's messages, which name the attempt at a round that is done again."""
+    for client in (client for row in found[3] for client in row["clients"]):
+        del client["down_bytes"], client["down_container_bytes"]
+    return found
 
 
 def same(left: Any, right: Any) -> bool:
@@ -178,7 +187,7 @@ def test_a_run_that_failed_leaves_its_rules_and_once_mended_ends_as_if_nothing_h
         each.training = TRAINING.model_copy(update={"rounds": 6})
     score_six = lambda round, params: Validation({"loss": [0.4, 0.3, 0.7, 0.5, 0.2, 0.6][round - 1]})  # noqa: E731
     transport = whole.transport()
-    expected = outcome(whole, transport, whole.run(transport, validate_round=score_six))
+    expected = without_down_bytes(outcome(whole, transport, whole.run(transport, validate_round=score_six)))
     stopped = min(first - 1 + most, 6)
     for _ in range(2):  # with the fault still there, the same rounds fail again, and so does the run
         with pytest.raises(FednlError, match=r"rounds in a row failed|rounds changed the rules"):
@@ -189,7 +198,8 @@ def test_a_run_that_failed_leaves_its_rules_and_once_mended_ends_as_if_nothing_h
         assert (toy.path / "best/params.safetensors").exists()
     toy.events.clear()
     transport = toy.transport()
-    assert same(outcome(toy, transport, toy.run(transport, validate_round=score_six)), expected)
+    found = outcome(toy, transport, toy.run(transport, validate_round=score_six))
+    assert same(without_down_bytes(found), expected)
     assert toy.events[0]["text"] == f"rounds {first} to {stopped} changed nothing, so they are done again"
     kept = {path.name for path in (toy.path / "checkpoints").iterdir()}
     assert kept == {path.name for path in (whole.path / "checkpoints").iterdir()}
@@ -205,6 +215,66 @@ def test_what_failed_rounds_have_spent_of_a_budget_stays_spent(tmp_path: Path, f
         toy.run(faulty_from(toy, first))
     toy.run()
     assert toy.rows()[-1]["metrics"]["epsilon"] == epsilon_of([(1.0, 1.0, ROUNDS + 2)], privacy.delta)
+
+
+def test_a_round_that_is_done_again_asks_other_clients_and_after_a_kill_the_same_others(tmp_path: Path) -> None:
+    """One client is gone for good, and a round needs all that it asks."""
+    toy = Bench(tmp_path / "run", training=TrainingSettings(rounds=1, local_steps=1), seed=1)
+    toy.settings = FederationSettings(clients_per_round=2, quorum=2, max_failed_rounds=1)
+    inner = toy.endpoint()
+
+    def endpoint(client: str, message: Message, *rest: Any) -> Any:
+        if client == "bob":
+            raise OSError("gone")
+        return inner(client, message, *rest)
+
+    def kill(event: Any) -> None:
+        toy.events.append(event)
+        if event["event"] == "client-done":
+            raise Crash
+
+    def asked() -> list[list[str]]:
+        return [event["clients"] for event in toy.events if event["event"] == "round-start"]
+
+    with pytest.raises(FednlError, match="1 rounds in a row failed"):
+        toy.run(InProcessTransport(endpoint, SIZES))
+    assert asked() == [["bob", "dan"]] == [sample_clients(list(SIZES), 2, toy.seed, 1)]
+    with pytest.raises(Crash):
+        toy.run(InProcessTransport(endpoint, SIZES), on_event=kill)
+    toy.run(InProcessTransport(endpoint, SIZES))
+    assert asked()[1] == asked()[2] != asked()[0]
+    assert [row["updated"] for row in toy.rows()] == [True]
+
+
+def test_what_noise_draws_in_a_round_that_is_done_again_is_drawn_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fednl.federation.accounting.epsilon_of", lambda releases, delta: 1.0)
+    toy = Bench(tmp_path / "run", training=TrainingSettings(rounds=1, local_steps=1))
+    toy.settings = FederationSettings(clients_per_round=1, max_failed_rounds=1)
+    privacy = PrivacySettings(mode="central", noise_seed=5)
+    toy.exchange = Exchange(combine=CombineSettings(weights="uniform"), privacy=privacy)
+    with pytest.raises(FednlError, match="quorum = 1, the coins of central noise drew 0 of 4 clients; mend"):
+        toy.run()
+    toy.run()
+    assert [event["clients"] for event in toy.events if event["event"] == "round-start"] == [[], ["cyd"]]
+    sums = [PrivateSum(privacy, Spent(7, 1.0), 4, 1, attempt).starting_from(start_params()) for attempt in (0, 0, 1)]
+    for one in sums:
+        one.add(Message(start_params(), num_examples=1))
+    first, same_again, another = (one.result().params for one in sums)
+    assert equal(first, same_again) and not equal(first, another)
+
+
+def test_a_budget_that_failed_rounds_have_spent_is_not_called_too_small_for_any_round(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run", "fedavg")
+    toy.settings = FederationSettings(quorum=3, max_failed_rounds=2)
+    budget = epsilon_of([(1.0, 1.0, 2)], 1e-5) + 0.01
+    privacy = PrivacySettings(mode="central", noise_seed=1, delta=1e-5, epsilon=budget)
+    toy.exchange = Exchange(combine=CombineSettings(weights="uniform"), privacy=privacy)
+    with pytest.raises(FednlError, match="2 rounds in a row failed"):
+        toy.run(faulty_from(toy, 1))
+    with pytest.raises(FednlError, match=r"of which rounds that failed have spent 7\.[0-9]+, .* start a new run"):
+        toy.run()
 
 
 def test_failed_rounds_below_the_limit_are_not_done_again(tmp_path: Path) -> None:

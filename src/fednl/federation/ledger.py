@@ -127,18 +127,19 @@ class Ledger:
         total = sum(weight for _, weight in pairs)
         return sum(loss * weight for loss, weight in pairs) / total if total else None
 
-    def why_no_quorum(self, quorum: int) -> str:
+    def why_no_quorum(self, quorum: int, few: str = "") -> str:
         """Says why the valid replies are too few for a round to count; empty if they are enough.
 
         Args:
             quorum: how many it needs.
+            few: why no more clients were asked.
         """
         valid = self.valid()
         if valid >= quorum:
             return ""
         first = self.first_fault()
-        cause = f", first {first}" if first else ", the other clients are in quarantine"
-        return f"{valid} valid replies are fewer than quorum = {quorum}{cause}"
+        causes = [f"first {first}" if first else "", few if len(self._rows) < quorum else ""]
+        return ", ".join(filter(None, [f"{valid} valid replies are fewer than quorum = {quorum}", *causes]))
 
     def first_fault(self) -> str:
         """Says in a few words why the first client without a valid reply has none; empty if all have one."""

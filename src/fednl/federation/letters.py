@@ -20,7 +20,8 @@ def message_of(fed: Federation, point: Point) -> Message:
     """Gives the server's message of the next round, to no client in particular."""
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
-    return Message(shared, beside, round=point.round + 1, run=fed.run_name, adapters=fed.adapters)
+    message = Message(shared, beside, round=point.round + 1, run=fed.run_name, adapters=fed.adapters)
+    return replace(message, attempt=point.attempt, unsettled=point.round - point.settled)
 
 
 class Letters:
@@ -50,7 +51,7 @@ class Letters:
         extra = {**algorithm.extra(offer), **({} if self._made else self._given)}
         apart = frozenset(algorithm.apart(extra))
         returns = algorithm.returns(offer)
-        return sent, Wanted(returns, extra, message.round, message.run, traffic.up_coding, apart)
+        return sent, Wanted(returns, extra, message.round, message.run, traffic.up_coding, apart, message.attempt)
 
 
 def told_after(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:

@@ -204,11 +204,12 @@ def _with_task(state: ClientState, plan: LocalPlan) -> ClientState:
 
 
 def _signed(message: Message, received: Message, losses: list[float], spent: Mapping[str, float]) -> Message:
-    """The reply with the round it answers and what was measured."""
+    """The reply with the question it answers and what was measured."""
     metrics = {**message.metrics, "steps": float(len(losses)), **spent}
     if losses:
         metrics |= {"loss": sum(losses) / len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
-    return replace(message, metrics=metrics, round=received.round, client=received.client, run=received.run)
+    message = replace(message, round=received.round, client=received.client, run=received.run)
+    return replace(message, metrics=metrics, attempt=received.attempt)
 
 
 def _check_allowed(algorithm: FedAvg, message: Message) -> None:

@@ -10,6 +10,7 @@ from fednl.errors import DataError, FednlError, Interrupted, SettingsError
 from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
+from fednl.federation.budget import budget_is_spent, private_round
 from fednl.federation.combine import NO_EXAMPLES, WITHHELD, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.groups import check_shared
@@ -20,13 +21,13 @@ from fednl.federation.lora_ranks import check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, finite
-from fednl.federation.privacy import PrivateRound, PrivateSum
+from fednl.federation.privacy import PrivateSum
 from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
 from fednl.runs import Run
-from fednl.seeding import seed_of
+from fednl.seeding import anew, seed_of
 
 
 def run_rounds(
@@ -111,7 +112,7 @@ def run_rounds(
     tell_sizes(fed, point)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:
-        while point.round < last and not _budget_is_spent(fed, point):
+        while point.round < last and not budget_is_spent(fed, point):
             point = _one_round(fed, point)
     except KeyboardInterrupt:
         write_final(fed, point)
@@ -128,7 +129,7 @@ def run_rounds(
     return point.params
 
 
-def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -> list[str]:
+def sample_clients(clients: Sequence[str], number: int, seed: int, round: int, attempt: int = 0) -> list[str]:
     """Draws who is asked in a round, by stable name: a client more or less does not reshuffle the others.
 
     Args:
@@ -136,21 +137,23 @@ def sample_clients(clients: Sequence[str], number: int, seed: int, round: int) -
         number: how many; 0 for all.
         seed: the run's seed.
         round: counted from 1.
+        attempt: how often the run went back behind rounds that failed; each time others are drawn.
 
     Returns:
         The names, sorted.
     """
     if number == 0 or number >= len(clients):
         return sorted(clients)
-    return sorted(sorted(clients, key=lambda client: seed_of(seed, "sampling", client, round))[:number])
+    purpose = anew("sampling", attempt)
+    return sorted(sorted(clients, key=lambda client: seed_of(seed, purpose, client, round))[:number])
 
 
 def _one_round(fed: Federation, point: Point) -> Point:
     """A round of Algorithm 1: w goes out, each w_k comes back, the server makes the new w of their mean."""
     started_s, number = time.perf_counter(), point.round + 1
     free = point.conduct.free(fed.transport.clients(), number)
-    asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number)
-    private = _private(fed, point)
+    asked = sample_clients(free, fed.settings.clients_per_round, fed.seed, number, point.attempt)
+    private = private_round(fed, point)
     if private is not None:
         asked = private.draw(free, asked)
     message = message_of(fed, point)
@@ -162,7 +165,8 @@ def _one_round(fed: Federation, point: Point) -> Point:
     if private is not None:
         spent = private.after(asked)
         numbers["epsilon"] = spent_epsilon(fed.exchange.privacy, spent)
-    reason, news = ledger.why_no_quorum(fed.settings.quorum) or combiner.fault(), False
+    reason = ledger.why_no_quorum(fed.settings.quorum, _why_few(fed, free, asked)) or combiner.fault()
+    news = False
     reason = WITHHELD if reason == NO_EXAMPLES and ledger.withheld() else reason
     if not reason:
         combined = replace(combiner.result(), round=number)
@@ -189,6 +193,13 @@ def _one_round(fed: Federation, point: Point) -> Point:
         write_final(fed, after)
         raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
+
+
+def _why_few(fed: Federation, free: Sequence[str], asked: Sequence[str]) -> str:
+    """Says why no more clients were asked in a round than those that were."""
+    out = len(fed.transport.clients()) - len(free)
+    coins = f"the coins of central noise drew {len(asked)} of {len(free)} clients" if len(asked) < len(free) else ""
+    return " and ".join(filter(None, [coins, f"{out} clients are in quarantine" if out else ""]))
 
 
 def _combiner(
@@ -227,32 +238,6 @@ def _ask(fed: Federation, point: Point, message: Message, asked: list[str], comb
     for due in queue.rest():
         combiner.add(due)
     return ledger
-
-
-def _private(fed: Federation, point: Point) -> PrivateRound | None:
-    """The next round under noise; None without."""
-    if point.spent is None:
-        return None
-    clients = fed.transport.clients()
-    return PrivateRound(fed.exchange.privacy, point.spent, clients, fed.asked_per_round, point.round + 1)
-
-
-def _budget_is_spent(fed: Federation, point: Point) -> bool:
-    """Whether the next round would cost more than the budget; says so, and refuses a budget too small for any."""
-    budget, private = fed.exchange.privacy.epsilon, _private(fed, point)
-    if private is None or not budget or (cost := private.cost()) <= budget:
-        return False
-    if point.round == 0:
-        raise SettingsError(
-            f"[privacy] epsilon = {budget:g}, but the first round alone costs {cost:.3g}: raise noise-multiplier or "
-            "the budget."
-        )
-    fed.tell(
-        "note",
-        text=f"stopped after round {point.round} of {fed.training.rounds}, as the next would make epsilon {cost:.3g}, "
-        f"more than the budget of {budget:g}",
-    )
-    return True
 
 
 def _check_start(

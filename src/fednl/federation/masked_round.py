@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -152,7 +153,8 @@ class MaskedRound:
         """One exchange: sends, and gives (client, its tensors) as they come."""
         fed, coding = self._fed, STAGES[stage]
         down, sizes, wanted = {}, {}, {}
-        one = Wanted({}, layout(coding, clients, self._numbers), self._message.round, fed.run_name, coding)
+        question: dict[str, Any] = {"round": self._message.round, "run": fed.run_name, "attempt": self._message.attempt}
+        one = Wanted({}, layout(coding, clients, self._numbers), coding=coding, **question)
         for client, message in messages.items():
             down[client] = fed.transport.send(client, replace(message, client=client))
             sizes[client], wanted[client] = message.tensor_bytes, one

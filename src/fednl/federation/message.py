@@ -12,6 +12,8 @@ from fednl.federation.wire import malformed, outline, pack, unpack
 FORMAT = 1
 STATUSES = ("ok", "empty", "withheld")
 _FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding", "adapters"}
+_SELDOM = {"attempt", "unsettled"}
+"""Numbers that are written only where they are not 0."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Message:
             trained.
         adapters: from the server, a hash of all that makes rules comparable but is not in them, such as a LoRA's alpha;
             empty where nobody has said.
+        attempt: how often the run went back behind rounds that failed before this one was asked; a reply echoes it.
+        unsettled: from the server, how many of the rounds just before this one it may yet go back behind.
     """
 
     params: Params
@@ -43,6 +47,8 @@ class Message:
     status: str = "ok"
     coding: str = "float32"
     adapters: str = ""
+    attempt: int = 0
+    unsettled: int = 0
 
     def to_bytes(self) -> bytes:
         """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
@@ -60,6 +66,7 @@ class Message:
             "status": self.status,
             "coding": self.coding,
             "adapters": self.adapters,
+            **{name: number for name in sorted(_SELDOM) if (number := getattr(self, name))},
         }
         return pack(tensors, header)
 
@@ -93,7 +100,7 @@ class Message:
     def _of(cls, tensors: Params, header: dict[str, Any]) -> Message:
         if header.pop("format", None) != FORMAT:
             raise malformed("it is of another format")
-        if header.keys() != _FIELDS:
+        if header.keys() - _SELDOM != _FIELDS:
             raise malformed("a field is missing or unknown")
         _check_fields(header)
         parts: dict[str, Params] = {"params": {}, "extra": {}}
@@ -121,5 +128,7 @@ def _check_fields(header: dict[str, Any]) -> None:
         raise malformed("a metric is not a finite number")
     if type(header["round"]) is not int or header["status"] not in STATUSES:
         raise malformed("its round or status is of another kind")
+    if not all(type(header[name]) is int and header[name] > 0 for name in _SELDOM & header.keys()):
+        raise malformed("its attempt or unsettled rounds are no positive number")
     if not all(isinstance(header[name], str) for name in ("client", "run", "coding", "adapters")):
         raise malformed("its client, run, coding or adapters are no word")

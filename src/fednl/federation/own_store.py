@@ -31,14 +31,16 @@ class OwnStore:
     server was restarted) gets the same bytes without training. An earlier round again, or the same round with another
     question (the server went back to a checkpoint), is trained from the state before that round, and what came after it
     is dropped; a later exchange of a masked sum goes on in the round. Under local noise another question in a round
-    that was answered is refused. Runs do not know each other's state.
+    that was answered is refused, unless it is of a later attempt: the server counts a round that it does again once
+    more. Runs do not know each other's state.
 
     Args:
         endpoint: what the client does with a message and its state.
         folder: the client's own; made if missing, readable by its owner only.
         start: the client's state before its first round: `private/NAME` for every rule that does not travel.
         keep: how many of the newest rounds of a run are kept; at least 1. The server's `keep-checkpoints` or more, as
-            it may go back that far.
+            it may go back that far. Where rounds have failed, a message tells how far else it may go back
+            (`Message.unsettled`), and as much is kept.
     """
 
     def __init__(self, endpoint: Endpoint, folder: Path, start: ClientState, keep: int = 3) -> None:
@@ -63,22 +65,18 @@ class OwnStore:
         folder = self._folder_of(client, message.run)
         question = hashlib.sha256(message.to_bytes()).hexdigest()
         path = folder / f"round-{message.round}.safetensors"
-        if path.exists():
-            tensors, header = read_tensors(path)
-            if header["question"] == question:
-                return _reply(tensors), _state(tensors)
-            if SECRET in _state(tensors):
-                raise CheckpointError(
-                    f"Round {message.round} was asked again with other rules. Under local noise every answer spends "
-                    "privacy, and one more than the rounds would not be counted: start a new run."
-                )
+        tensors, header = read_tensors(path) if path.exists() else ({}, {})
+        if header.get("question") == question:
+            return _reply(tensors), _state(tensors)
+        _check_counted(folder, message)
         before, number = self._before(folder, message.round)
-        if path.exists() and message.coding in STAGES:  # a later exchange of the same round, not the round anew
-            before = _state(tensors)
+        if message.coding in STAGES and header.get("attempt", 0) == message.attempt and tensors:
+            before = _state(tensors)  # a later exchange of the same round, not the round anew
         reply, after = self._endpoint(client, message, before, on_progress)
         sent = torch.frombuffer(bytearray(reply.to_bytes()), dtype=torch.uint8)
         stored = {_REPLY: sent, **{f"{_STATE}{name}": tensor for name, tensor in after.items()}}
-        self._write(folder, message.round, pack(stored, {"question": question, "earlier": number}))
+        told = {"question": question, "earlier": number, "attempt": message.attempt}
+        self._write(folder, message, pack(stored, told))
         return reply, after
 
     def _before(self, folder: Path, round: int) -> tuple[ClientState, int]:
@@ -95,7 +93,8 @@ class OwnStore:
             )
         return copy(self._start), 0
 
-    def _write(self, folder: Path, round: int, content: bytes) -> None:
+    def _write(self, folder: Path, message: Message, content: bytes) -> None:
+        round, settled = message.round, message.round - 1 - message.unsettled
         path = folder / f"round-{round}.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,7 +102,9 @@ class OwnStore:
                 if number > round:
                     (folder / f"round-{number}.safetensors").unlink()
             write_atomic(path, content, mode=0o600)
-            for old in _rounds(folder)[: -self._keep]:
+            kept = _rounds(folder)
+            needed = max((number for number in kept if number <= settled), default=0)
+            for old in (number for number in kept[: -self._keep] if number < needed):
                 (folder / f"round-{old}.safetensors").unlink()
         except OSError as error:
             raise FednlError(f"cannot write {path}: {error.strerror or error}; free some space.") from None
@@ -111,6 +112,20 @@ class OwnStore:
     def _folder_of(self, client: str, run: str) -> Path:
         """A run's folder; names may hold anything, so it is called by their hash."""
         return self._folder / hashlib.sha256(f"{client}\n{run}".encode()).hexdigest()[:24]
+
+
+def _check_counted(folder: Path, message: Message) -> None:
+    """Refuses, under local noise, a question that the server's count of rounds and attempts would not show."""
+    kept = _rounds(folder)
+    if not kept:
+        return
+    tensors, header = read_tensors(folder / f"round-{kept[-1]}.safetensors")
+    first = header.get("attempt", 0) + (kept[-1] >= message.round)
+    if SECRET in _state(tensors) and message.attempt < first:
+        raise CheckpointError(
+            f"Round {message.round} was asked again with other rules. Under local noise every answer spends privacy, "
+            "and one more than the rounds would not be counted: start a new run."
+        )
 
 
 def _rounds(folder: Path) -> list[int]:

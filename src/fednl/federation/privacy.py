@@ -21,7 +21,7 @@ from fednl.federation.exchange import PrivacySettings
 from fednl.federation.message import Message
 from fednl.federation.params import Params, norm, shortened, subtract
 from fednl.federation.wire import pack
-from fednl.seeding import seed_of, torch_rng
+from fednl.seeding import anew, seed_of, torch_rng
 
 CLIP_RATE = 0.2
 """How fast an adaptive clip moves; the rate of Andrew et al. 2021."""
@@ -38,15 +38,22 @@ class PrivateRound:
         clients: all of the federation, those in quarantine included.
         planned: how many clients a round is planned with.
         number: the round, counted from 1.
+        attempt: how often the run went back before; coins and noise are others then.
     """
 
     def __init__(
-        self, settings: PrivacySettings, spent: Spent, clients: Sequence[str], planned: int, number: int
+        self,
+        settings: PrivacySettings,
+        spent: Spent,
+        clients: Sequence[str],
+        planned: int,
+        number: int,
+        attempt: int = 0,
     ) -> None:
-        self._settings, self._spent, self._number, self._planned = settings, spent, number, planned
+        self._settings, self._spent, self._number, self._attempt = settings, spent, number, attempt
         self._is_central = settings.mode == "central"
         self._rate = min(1.0, planned / len(clients))
-        self.sum = PrivateSum(settings, spent, planned, number) if self._is_central else None
+        self.sum = PrivateSum(settings, spent, planned, number, attempt) if self._is_central else None
 
     def draw(self, free: Sequence[str], otherwise: list[str]) -> list[str]:
         """Lists who is asked. Central noise counts on secret, independent coins; others are drawn as ever.
@@ -57,7 +64,8 @@ class PrivateRound:
         """
         if not self._is_central:
             return otherwise
-        coins = {name: seed_of(self._spent.secret, "privacy-draw", name, self._number) for name in free}
+        purpose = anew("privacy-draw", self._attempt)
+        coins = {name: seed_of(self._spent.secret, purpose, name, self._number) for name in free}
         return sorted(name for name in free if coins[name] < self._rate * _CERTAIN)
 
     def cost(self) -> float:
@@ -94,13 +102,15 @@ class PrivateSum:
         spent: the state before the round.
         planned: how many clients a round is planned with.
         number: the round, counted from 1.
+        attempt: how often the run went back before.
 
     Source: McMahan et al. 2018 (arXiv 1710.06963), Algorithm 1, fixed-denominator estimator; the clip's own noise as
     Andrew et al. 2021 (arXiv 1905.03871), section 3, with a count at least so noisy that it costs little.
     """
 
-    def __init__(self, settings: PrivacySettings, spent: Spent, planned: int, number: int) -> None:
-        self._settings, self._spent, self._planned, self._number = settings, spent, planned, number
+    def __init__(self, settings: PrivacySettings, spent: Spent, planned: int, number: int, attempt: int = 0) -> None:
+        self._settings, self._spent, self._planned = settings, spent, planned
+        self._number, self._attempt = number, attempt
         self._start: Params = {}
         self._sum: Params = {}
         self._came = self._short = 0
@@ -140,7 +150,7 @@ class PrivateSum:
 
     def result(self) -> Message:
         """Gives the rules moved by the noisy mean."""
-        rng = torch_rng(_keyed(self._spent.secret, self._start, self._sum), "privacy-noise", "", self._number)
+        rng = self._rng("privacy-noise")
         scale = self._noise_of_the_sum() * self._spent.clip
         params = {}
         for name, total in sorted(self._sum.items()):
@@ -157,10 +167,14 @@ class PrivateSum:
         """Gives the clip of the next round: the same, or nearer to the quantile of lengths, by a noisy count."""
         if not self._settings.adaptive_clip:
             return self._spent.clip
-        rng = torch_rng(_keyed(self._spent.secret, self._start, self._sum), "privacy-clip", "", self._number)
+        rng = self._rng("privacy-clip")
         noise = float(torch.randn((), generator=rng, dtype=torch.float64)) * self._noise_of_the_count()
         below = 0.5 + (self._short - 0.5 * self._came + noise) / self._planned
         return self._spent.clip * math.exp(-CLIP_RATE * (below - self._settings.clip_quantile))
+
+    def _rng(self, purpose: str) -> torch.Generator:
+        key = _keyed(self._spent.secret, self._start, self._sum)
+        return torch_rng(key, anew(purpose, self._attempt), "", self._number)
 
     def _noise_of_the_count(self) -> float:
         return max(self._planned / 20, 2 * self._settings.noise_multiplier)
@@ -183,7 +197,9 @@ def _keyed(secret: int, start: Params, change: Params) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def noisy(params: Params, start: Params, settings: PrivacySettings, secret: int, client: str, round: int) -> Params:
+def noisy(
+    params: Params, start: Params, settings: PrivacySettings, secret: int, client: str, round: int, attempt: int = 0
+) -> Params:
     """Gives a client's rules with their change clipped and drowned in noise, as they may leave it.
 
     Args:
@@ -193,9 +209,10 @@ def noisy(params: Params, start: Params, settings: PrivacySettings, secret: int,
         secret: the client's own; the same answer to the same question gets the same noise, as two would average out.
         client: its name.
         round: counted from 1.
+        attempt: how often the run went back before; a round that is done again is counted again.
     """
     change = shortened(subtract(params, start), settings.clip)
-    rng = torch_rng(_keyed(secret, start, change), "privacy-noise", client, round)
+    rng = torch_rng(_keyed(secret, start, change), anew("privacy-noise", attempt), client, round)
     scale = settings.noise_multiplier * settings.clip
     made = {}
     for name, value in sorted(change.items()):

@@ -79,6 +79,13 @@ class Point:
     """The clients that have what the algorithm gives them once."""
     updates: int = 0
     """How many rounds changed the rules."""
+    attempt: int = 0
+    """How often the run went back behind rounds that failed; what is drawn in a round depends on it."""
+
+    @property
+    def settled(self) -> int:
+        """The newest round that a run which ends now is not taken back behind; 0 for the very start."""
+        return self.round - self.failed_rounds if self.updates else 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ def save(
             "best": point.best,
             "failed_rounds": point.failed_rounds,
             "updates": point.updates,
+            "attempt": point.attempt,
             "conduct": asdict(point.conduct),
             "told": point.told,
             **({"spent": point.spent.to_dict()} if point.spent else {}),
@@ -198,7 +206,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
     """The newest good checkpoint, with everything put back to where it stood; None if there is none.
 
     Of a run that ended in an error, the rounds that failed are taken back, as far as there are checkpoints; what they
-    have spent of a privacy budget stays spent.
+    have spent of a privacy budget stays spent. Done again, they draw clients and noise anew.
     """
     folder = fed.path("checkpoints")
     checkpoint = load_newest(folder)
@@ -225,13 +233,14 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if checkpoint.skipped:
         fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
     spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
-    newest = checkpoint.round
+    newest, attempt = checkpoint.round, int(checkpoint.state.get("attempt", 0))
     checkpoint = _before_failures(fed, checkpoint)
     done = 0 if checkpoint is None else checkpoint.round
     if done < newest:
+        attempt += 1
         fed.tell("note", text=f"rounds {done + 1} to {newest} changed nothing, so they are done again")
     if checkpoint is None:
-        return replace(begin(fed, params), spent=spent)
+        return replace(begin(fed, params), spent=spent, attempt=attempt)
     fed.transport.restore(checkpoint.client_states)
     rows = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
     if rows < checkpoint.round:
@@ -239,7 +248,8 @@ def resume(fed: Federation, params: Params) -> Point | None:
     best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
     updates, server_state = _updates(checkpoint), checkpoint.server_state
     conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
-    return Point(checkpoint.round, checkpoint.params, server_state, best, failed, conduct, spent, told, updates)
+    stands = Point(checkpoint.round, checkpoint.params, server_state, best, failed, conduct, spent, told, updates)
+    return replace(stands, attempt=attempt)
 
 
 def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:

@@ -99,4 +99,4 @@ def _behind_masks(
 
 
 def _hidden(reply: Message, start: Params, privacy: PrivacySettings, state: ClientState) -> Params:
-    return noisy(reply.params, start, privacy, int(state[SECRET]), reply.client, reply.round)
+    return noisy(reply.params, start, privacy, int(state[SECRET]), reply.client, reply.round, reply.attempt)

@@ -46,6 +46,7 @@ class Wanted:
         run: the run's name.
         coding: how the numbers must be written, one of `fednl.federation.coding.CODINGS`.
         apart: those of `extra` that a reply carries all or none of.
+        attempt: how often the run went back before this round was asked.
     """
 
     rules: Params
@@ -54,6 +55,7 @@ class Wanted:
     run: str
     coding: str = "float32"
     apart: frozenset[str] = frozenset()
+    attempt: int = 0
 
     def read(self, payload: bytes, client: str) -> Message:
         """Reads a reply: its size, then what it says it holds, and only then its numbers.
@@ -78,10 +80,11 @@ class Wanted:
         # What weighs nothing need not carry what a mean is made of, and what goes to others comes when it is there.
         comes = outline.num_examples != 0, bool(self.apart & outline.extra.keys())
         owed = {n: t for n, t in self.extra.items() if comes[n in self.apart] or n in outline.extra}
-        named: dict[str, Any] = {"run": self.run, "expected_extra": {**owed, **scales}, "coding": self.coding}
-        check_update(outline, layout, self.round, client, **named)
+        named: dict[str, Any] = {"run": self.run, "attempt": self.attempt}
+        coded: dict[str, Any] = {"expected_extra": {**owed, **scales}, "coding": self.coding}
+        check_update(outline, layout, self.round, client, **named, **coded)
         message = decode(Message.from_bytes(payload), self.rules)
-        check_update(message, self.rules, self.round, client, run=self.run, expected_extra=owed)
+        check_update(message, self.rules, self.round, client, **named, expected_extra=owed)
         return message
 
 
@@ -94,6 +97,7 @@ def check_update(
     run: str = "",
     expected_extra: Mapping[str, torch.Tensor] | None = None,
     coding: str = "float32",
+    attempt: int = 0,
 ) -> None:
     """Refuses a reply that is not exactly what was asked for; a refusal never repeats what the client wrote.
 
@@ -105,13 +109,14 @@ def check_update(
         run: the run now; a reply must echo it.
         expected_extra: the same for `message.extra`; None lets none through.
         coding: how the numbers must be written; `expected` has the shapes and dtypes of that.
+        attempt: how often the run went back before this round was asked; a reply must echo it.
 
     Raises:
         MessageError: its `code` is one of `CODES`; of several faults, the first that is looked for.
     """
     if message.client != client:
         raise MessageError("unknown-client", f'A reply from client "{client}" carries another name.')
-    if message.round != round or message.run != run:
+    if (message.round, message.run, message.attempt) != (round, run, attempt):
         raise MessageError("stale-round", f'The reply of client "{client}" is not for round {round} of this run.')
     # bool is an int in Python, and a weight of True would pass for one example.
     if type(message.num_examples) is not int or not 0 <= message.num_examples <= MOST_EXAMPLES:
