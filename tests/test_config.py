@@ -136,6 +136,14 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
             '[federation]\nalgorithm = "ffa-lora"\n[lora]\nrank = 2\n',
             ['shared = "theta" lets no LoRA factor out', 'add "lora"'],
         ),
+        (
+            '[federation]\nalgorithm = "ffa-lora"\nshared = ["*.lora_A"]\n[lora]\nrank = 2\n',
+            ['shared = ["*.lora_A"] lets no LoRA factor B out', 'add "lora"'],
+        ),
+        (
+            '[federation]\nalgorithm = "flexlora"\nshared = ["theta", "layers.*B"]\n[lora]\nrank = 2\n',
+            ["lets no LoRA factor A out"],
+        ),
         ('[federation]\nlora-ranks = ["passkey=2"]\n', ['lora-ranks = "passkey=2"', "0 LoRA components"]),
         ('[federation]\nlora-ranks = ["a=5"]\n[lora]\nrank = 4\n', ['lora-ranks = "a=5"', "4 LoRA", "[lora] rank"]),
         (
@@ -158,6 +166,10 @@ def test_overrides_win(write, override: str, section: str, key: str, value: obje
         (
             '[federation]\nclients-per-round = 3\n[data]\nclients = 3\nhold-out-clients = ["passkey"]\n',
             ["clients-per-round = 3, but 2 clients train"],
+        ),
+        (
+            '[data]\nclients = 1\nhold-out-clients = ["passkey"]\n',
+            ["[data] hold-out-clients names every client, so that none trains: leave one out."],
         ),
         ("[fedavgm]\nmomentum = 0.5\n", ["[fedavgm]", 'algorithm = "fedavgm"']),
         ('[federation]\nalgorithm = "fedavgm"\n[fedavgm]\nmomentm = 0.5\n', ['did you mean "momentum"?']),

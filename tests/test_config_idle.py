@@ -53,6 +53,14 @@ def test_what_would_do_nothing_is_refused(table: dict[str, Any], words: str) -> 
         {"federation": {"deadline-s": 9.0, "warm-up-s": 60.0}},
         {"combine": {"rule": "median", "attackers": 2}},
         {**UNIFORM, **LOCAL_ONLY},  # what another algorithm's settings leave behind, and promises nothing
+        *(
+            {**LOCAL_ONLY, "evaluation": {"arms": ["federated", "federated-lora"]}, **acts}
+            for acts in (
+                {"privacy": {"mode": "central", "min-examples": 2}, **UNIFORM},
+                {"combine": {"rule": "median"}},
+                {"combine": {"norm-cap": 1.0, "max-examples": 3}},
+            )
+        ),
         {"privacy": {"mode": "central"}, **UNIFORM, "evaluation": {"arms": ["federated", "local-only"]}},
         {"data": {"imbalance": 100.0, "clients": 1, "dirichlet-alpha": 0.5}},
         {"data": {"imbalance": 100.0, "clients": 1}, "tasks": {"order": ["passkey"]}, "training": {"rounds": 1}},

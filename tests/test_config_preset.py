@@ -43,6 +43,24 @@ def test_an_overriding_preset_wins_over_the_file_and_other_overrides_over_it(tmp
     assert prox.with_overrides(["federation.preset=fednl"]).federation.algorithm == "fedavg"
 
 
+def test_the_last_preset_that_is_named_wins_whole(tmp_path: Path) -> None:
+    mamba = Config.from_dict({"federation": {"preset": "fed-mamba"}, "lora": {"alpha": 4.0}})
+    fednl = mamba.with_overrides(["federation.preset=fednl"])
+    assert fednl == Config.from_dict({"federation": {"preset": "fednl"}, "lora": {"alpha": 4.0}})
+    assert (fednl.memory, fednl.lora.rank, fednl.lora.targets) == (Config().memory, 0, "all-linear")
+    step = mamba.with_overrides(["run.seed=3"])
+    assert step.with_overrides(["federation.preset=fednl"]) == fednl.with_overrides(["run.seed=3"])
+    assert fednl.with_overrides(["federation.preset=fed-mamba"]) == mamba
+    sixteen = mamba.with_overrides(["lora.rank=16"]).with_overrides(["federation.preset=fednl"])
+    assert (sixteen.lora.rank, sixteen.memory) == (16, Config().memory)
+    icl = Config.from_dict({"federation": {"preset": "ifed-icl"}, "evaluation": {"arms": ["federated"]}})
+    assert icl.with_overrides(["federation.preset=fednl"]).federation == Config().federation
+    both = ["federation.preset=fed-mamba", "federation.preset=fednl"]
+    assert load_config(written(tmp_path, ""), both) == load_config(written(tmp_path, ""), both[1:])
+    explicit = ["memory.window-tokens=9", "federation.preset=fednl"]
+    assert mamba.with_overrides(explicit).memory.window_tokens == 9
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
-from fednl.config_check import Checker, hint_for, keys_of
+from fednl.config_check import Checker, hint_for, keys_of, named
 from fednl.config_idle import check_idle
 from fednl.config_lora import check_adapters, check_asked, check_demonstrated, check_lora
-from fednl.config_preset import expanded, parsed
+from fednl.config_preset import Made, expanded, parsed, without
 from fednl.config_text import read_toml, toml_value
 from fednl.data.settings import DataSettings
 from fednl.data.stream import TasksSettings
@@ -90,6 +90,7 @@ class Config(Section):
     run: RunSettings = Field(default_factory=RunSettings)
     algorithm: dict[str, Any] = Field(default_factory=dict)
     task: dict[str, Any] = Field(default_factory=dict)
+    _made: Made = PrivateAttr(default_factory=Made)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "settings", overridden: Sequence[str] = ()) -> Config:
@@ -109,9 +110,9 @@ class Config(Section):
         names = {"algorithm": tuple(ALGORITHMS), "task": tuple(TASKS)}
         others = {key: (section, names[key]) for key, (section, _) in _OWN.items()}
         check = Checker(where, frozenset(overridden), others)
-        table = expanded(table, check)
+        table, made = expanded(table, check)
         sections = {name: field.annotation for name, field in cls.model_fields.items() if name not in _OWN}
-        own = {key: _named(table, section, key, default) for key, (section, default) in _OWN.items()}
+        own = {key: named(table, section, key, default) for key, (section, default) in _OWN.items()}
         kind_of_own = cls.method_class(own["algorithm"], f"{check.place('federation', 'algorithm')} ")
         check.sections(table, {kebab(name): keys_of(kind) for name, kind in sections.items()}, own)
         values: dict[str, Any] = {key: dict(table.get(name, {})) for key, name in own.items()}
@@ -122,6 +123,7 @@ class Config(Section):
                 checked = check.section(own[key], kind, values[key])
                 values[key] = checked.model_dump(mode="json", by_alias=True, exclude_none=True)
         config = cls(**values)
+        config._made = made
         _check_arms(config, check)
         if config.tasks.order and config.training.rounds != config.tasks.last_rounds[-1]:
             raise SettingsError(
@@ -136,7 +138,7 @@ class Config(Section):
             check_adapters(config.federation, config.lora.rank, algorithm.traits)
             check_lora(algorithm, config.federation, config.training, config.lora.rank, arm_rank)
             check_exchange(config.exchange, config.federation, algorithm.traits)
-            check_idle(config.federation, config.exchange, algorithm.traits)
+            check_idle(config.federation, config.exchange, algorithm.traits.shares or arm_rank > 0)
             check_prefix(config.prefix, config.memory, config.lora.rank)
             if config.tasks.order and config.privacy.mode == "central" and config.federation.clients_per_round:
                 raise SettingsError(
@@ -226,18 +228,21 @@ class Config(Section):
     def with_overrides(self, overrides: Sequence[str]) -> Config:
         """Gives these settings with some replaced, each `"section.key=value"` as for `load_config`.
 
-        Another algorithm or task leaves the section of the one before behind; its own has defaults.
+        Another algorithm or task leaves the section of the one before behind; its own has defaults. So does another
+        preset with what the one before had set.
 
         Raises:
             SettingsError: an override is not readable, or its key or value is wrong.
         """
-        table = self.to_dict()
+        table = without(self.to_dict(), self._made, overrides)
         after = {(section, key): value for section, key, value in parsed(overrides)}
         for key, (section, _) in _OWN.items():
-            name = table[section][key]
+            name = getattr(getattr(self, section), key)
             if after.get((section, key), name) != name:
                 table.pop(name, None)
-        return _overridden(table, "settings", overrides)
+        config = _overridden(table, "settings", overrides)
+        config._made = config._made if config._made.preset else self._made
+        return config
 
     @property
     def hash(self) -> str:
@@ -276,13 +281,6 @@ def _overridden(table: dict[str, Any], where: str, overrides: Sequence[str]) -> 
         keys[key] = value
         overridden.append(f"{section}.{key}")
     return Config.from_dict(table, where, overridden)
-
-
-def _named(table: Mapping[str, Any], section: str, key: str, default: str) -> str:
-    """The algorithm or task that a table names, which is also the name of that one's own section."""
-    keys = table.get(section, {})
-    name = keys.get(key) if isinstance(keys, Mapping) else None
-    return name if isinstance(name, str) else default
 
 
 def _check_arms(config: Config, check: Checker) -> None:

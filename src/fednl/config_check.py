@@ -93,6 +93,13 @@ class Checker:
         return f"unknown section [{section}]; {hint_for(section, [*keys, *own.values()], 'sections')}"
 
 
+def named(table: Mapping[str, Any], section: str, key: str, default: str) -> str:
+    """Gives the algorithm or task that a table names, which is also the name of that one's own section."""
+    keys = table.get(section, {})
+    name = keys.get(key) if isinstance(keys, Mapping) else None
+    return name if isinstance(name, str) else default
+
+
 def keys_of(kind: Any) -> list[str]:
     """Lists the keys of a section's class, in kebab-case."""
     return [field.alias or name for name, field in kind.model_fields.items()]

@@ -11,26 +11,25 @@ from fednl.errors import SettingsError
 if TYPE_CHECKING:
     from fednl.federation.exchange import Exchange
     from fednl.federation.settings import FederationSettings
-    from fednl.federation.traits import Traits
     from fednl.section import Section
 
 _NOISE = ("epsilon", "clip", "noise-multiplier", "adaptive-clip", "clip-quantile", "delta", "noise-seed")
 _MEAN = ("rule", "norm-cap", "max-examples")
 
 
-def check_idle(federation: FederationSettings, exchange: Exchange, traits: Traits) -> None:
+def check_idle(federation: FederationSettings, exchange: Exchange, shares: bool) -> None:
     """Checks that what is not at its default has something to act on.
 
     Args:
         federation: the `[federation]` section.
         exchange: the sections `[traffic]`, `[combine]` and `[privacy]`.
-        traits: the algorithm's.
+        shares: whether clients share anything in one of the arms that are trained.
 
     Raises:
         SettingsError: names the first key that would do nothing, what it waits for, and the remedy.
     """
     traffic, combine, privacy = exchange.traffic, exchange.combine, exchange.privacy
-    if not traits.shares:
+    if not shares:
         why, remedy = f'algorithm = "{federation.algorithm}" lets nothing leave a client', "choose another algorithm"
         _refuse("privacy", privacy, (), why, remedy)
         _refuse("combine", combine, _MEAN, why, remedy)

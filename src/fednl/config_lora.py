@@ -47,8 +47,10 @@ def check_asked(federation: FederationSettings, clients: int) -> None:
         clients: how many train, those held out not among them.
 
     Raises:
-        SettingsError: `clients-per-round` or `quorum` is above that.
+        SettingsError: no client is left to train, or `clients-per-round` or `quorum` is above that.
     """
+    if clients < 1:
+        raise SettingsError("[data] hold-out-clients names every client, so that none trains: leave one out.")
     for key, number in (("clients-per-round", federation.clients_per_round), ("quorum", federation.quorum)):
         if number > clients:
             raise SettingsError(
@@ -108,9 +110,12 @@ def check_lora(
             f'[lora] rank = {rank} leaves no component for the clients of algorithm = "{name}" to train; '
             f"set it to {rank - own + 1} or more, or the algorithm's own rank lower."
         )
-    if traits.needs_lora and not may_let_out(federation.shared, "lora"):
+    factors = ("A", "B") if traits.averages_products else ("B",) if traits.needs_lora else ()
+    out = {factor: may_let_out(federation.shared, "lora", f".lora_{factor}") for factor in ("A", "B")}
+    if stay := [factor for factor in factors if not out[factor]]:
+        which = f" {stay[0]}" if any(out.values()) else ""
         raise SettingsError(
-            f"[federation] shared = {json.dumps(federation.shared)} lets no LoRA factor out, which algorithm = "
+            f"[federation] shared = {json.dumps(federation.shared)} lets no LoRA factor{which} out, which algorithm = "
             f'"{name}" averages; add "lora" to it, or set algorithm = "fedavg".'
         )
     if traits.renews_factors and training.optimizer_state != "reset":

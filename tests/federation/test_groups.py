@@ -67,6 +67,10 @@ def test_a_pattern_may_let_a_group_out_and_another_group_may_not() -> None:
         assert may_let_out(shared, "lora")
     for shared in ("theta", ["write", "gate"], "context"):
         assert not may_let_out(shared, "lora")
+    for shared in ("lora", "*", "*.lora_[AB]", "layers.3.*", "*.lora_?", "*_B", "*q_proj.lora_B"):
+        assert may_let_out(shared, "lora", ".lora_B")
+    for shared in ("theta", ["write", "*.lora_A"], "layers.?.q_proj.lora_A", "*A", "*.bias"):
+        assert not may_let_out(shared, "lora", ".lora_B")
 
 
 RULES = [f"layers.{i}.memory.{tensor}" for i in (0, 1) for tensor in ("gate.bias", "projection.k_up", "write.bias")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -69,14 +70,20 @@ def check_words(shared: str | Sequence[str]) -> None:
             raise ValueError(f'"{word}" is neither a preset, a group nor a pattern; {hint}')
 
 
-def may_let_out(shared: str | Sequence[str], group: str) -> bool:
+def may_let_out(shared: str | Sequence[str], group: str, ending: str = "") -> bool:
     """Says, where names are not known yet, whether a `shared` setting may let rules of a group out.
 
     Args:
-        shared: as in `select`; a pattern may.
+        shared: as in `select`; a pattern may, if it can end as their names do.
         group: as `group_of` gives it.
+        ending: how the names of these rules end, such as `".lora_B"`.
     """
-    return any(entry == group or not entry.isidentifier() for entry in _entries(shared))
+    for entry in _entries(shared):
+        literal = re.split(r"[*?\]]", entry)[-1]
+        fits = literal.endswith(ending) or ending.endswith(literal)
+        if entry == group or (not entry.isidentifier() and fits):
+            return True
+    return False
 
 
 def check_shared(algorithm: FedAvg, names: Iterable[str]) -> tuple[str, ...]:

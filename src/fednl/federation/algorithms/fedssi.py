@@ -62,8 +62,9 @@ class FedSsi(Consolidation):
     with (the server's, and the client's private ones): v = v - surrogate_lr (g + q (v - u)), with
     q = (1 - locality) / (2 locality) and g the gradient of the data's loss. Each step adds -g_i (change of v_i) to
     o_i, and the task adds max(0, o_i / ((v_i - u_i)^2 + xi)) to O_i. The surrogate is then dropped; nothing of it
-    travels. The anchor w' is what the next round begins with: what all clients together made of the task.
-    Settings: `FedSsiSettings`.
+    travels. The anchor w' is what the client's next round begins with: what all clients together made of the task, if
+    that is the very next round. A client that is asked later, as where a part of the clients is asked in a round, is
+    anchored at rules into which the rounds of the next task between have gone already. Settings: `FedSsiSettings`.
 
     Source: FedSSI (arXiv 2412.13779), eqs. 2, 5 and 6; synaptic intelligence: Zenke et al. 2017 (arXiv 1703.04200),
     eqs. 3 to 5. Ours, where these leave it open: g without the pull, no O below 0, plain steps, u as of the last
