@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fednl
-from fednl.errors import CheckpointError, SettingsError
+from fednl.errors import CheckpointError, FednlError, SettingsError
 from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.groups import group_of
 from fednl.federation.params import kept
@@ -62,6 +62,17 @@ def test_a_run_that_shared_nothing_is_loaded_by_client_only(backbone: Path, tmp_
         fednl.load(run.path)
     start, _ = read_tensors(run.path / "final/params.safetensors")
     assert any(not torch.equal(rule, start[name]) for name, rule in loaded(run, "passkey").items())
+
+
+@pytest.mark.parametrize("name", ["", "final", "best"])
+def test_rules_that_no_round_has_changed_are_refused(backbone: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(FednlError, match="rounds in a row failed"):
+        trained(backbone, tmp_path / "run", **{"deadline-s": 1e-9, "max-failed-rounds": 1})
+    for client in ("", "passkey"):
+        with pytest.raises(
+            SettingsError, match=r"no round has changed the rules of .*run, so that (final|best)/ holds"
+        ):
+            fednl.load(tmp_path / "run" / name, client=client)
 
 
 def test_where_everything_is_shared_every_client_has_the_same(backbone: Path, tmp_path: Path) -> None:

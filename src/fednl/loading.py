@@ -44,8 +44,8 @@ def load(
         The model, in evaluation mode with its adapters attached, and the tokenizer.
 
     Raises:
-        SettingsError: the folder is neither a run nor rules, the run has no rules yet, the backbone is not there, the
-            client is none of the run's, or the run shared nothing and no client is named.
+        SettingsError: the folder is neither a run nor rules, the run has no rules yet or none that a round has changed,
+            the backbone is not there, the client is none of the run's, or the run shared nothing and nobody is named.
         BackboneError: the rules belong to another backbone.
         CheckpointError: the rules are damaged or do not fit, or the checkpoint with the client's own is not there.
 
@@ -55,10 +55,25 @@ def load(
     run, folder = loading.place_of(path)
     if run is None and client:
         raise SettingsError(f'client = "{client}", but {path} is no run: name the run\'s folder, or leave client out.')
+    if run is not None:
+        _check_trained(run, folder)
     own = _own(run, folder, client) if run is not None and client else {}
     if run is not None and not client:
         _tell(run, folder)
     return loading.load(path, backbone=backbone, instead=own)
+
+
+def _check_trained(run: Run, folder: Path) -> None:
+    """Refuses rules that no round has changed, which an interrupted run or one whose rounds failed leaves behind."""
+    try:
+        header = read_tensors(folder / TENSORS)[1]
+    except CheckpointError:
+        return  # loading says what is wrong
+    if header.get("updates") == 0:
+        raise SettingsError(
+            f"no round has changed the rules of {run.path}, so that {folder.name}/ holds those that training began "
+            f"with: go on with `fednl train --resume {run.path}`; its rounds.jsonl says why rounds failed."
+        )
 
 
 def _own(run: Run, folder: Path, client: str) -> Params:

@@ -194,7 +194,8 @@ def test_a_run_that_failed_leaves_its_rules_and_once_mended_ends_as_if_nothing_h
             toy.run(faulty_from(toy, first), validate_round=score_six)
         assert [row["updated"] for row in toy.rows()] == [round < first for round in range(1, stopped + 1)]
         left, header = read_tensors(toy.path / "final/params.safetensors")
-        assert header == {"round": stopped} and (first > 1 or equal(left, start_params()))
+        assert header == {"round": stopped, **({"updates": 0} if first == 1 else {})}
+        assert first > 1 or equal(left, start_params())
         assert (toy.path / "best/params.safetensors").exists()
     toy.events.clear()
     transport = toy.transport()
@@ -275,6 +276,32 @@ def test_a_budget_that_failed_rounds_have_spent_is_not_called_too_small_for_any_
         toy.run(faulty_from(toy, 1))
     with pytest.raises(FednlError, match=r"of which rounds that failed have spent 7\.[0-9]+, .* start a new run"):
         toy.run()
+
+
+@pytest.mark.parametrize("stop", ["failure", "pause"])
+def test_the_checkpoint_that_final_rules_are_of_stays_until_they_are_of_another(tmp_path: Path, stop: str) -> None:
+    toy = bench(tmp_path / "run")
+    toy.settings = FederationSettings(quorum=3, max_failed_rounds=2)
+    toy.training = TRAINING.model_copy(update={"rounds": 7})
+
+    def there() -> set[int]:
+        return {int(path.name.removeprefix("round-")) for path in (toy.path / "checkpoints").iterdir()}
+
+    def kill(event: Any) -> None:
+        if (event["event"], event.get("round")) == ("round-start", 7):
+            raise Crash
+
+    if stop == "failure":
+        with pytest.raises(FednlError, match="2 rounds in a row failed"):
+            toy.run(faulty_from(toy, 3))
+    else:
+        toy.run(stop_after=2)
+    with pytest.raises(Crash):
+        toy.run(on_event=kill)
+    assert read_tensors(toy.path / "final/params.safetensors")[1] == {"round": 2}
+    assert there() == {2, 5, 6}
+    toy.run()
+    assert there() == {6, 7}
 
 
 def test_failed_rounds_below_the_limit_are_not_done_again(tmp_path: Path) -> None:

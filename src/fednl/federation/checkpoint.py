@@ -89,16 +89,29 @@ def save_round(
             shutil.rmtree(place)
         os.replace(temporary, place)
         sync_folder(folder)
-        rounds = _numbered(folder)
-        for later in (number for number in rounds if number > n):
+        for later in (number for number in _numbered(folder) if number > n):
             shutil.rmtree(folder / f"round-{later}")
-        for old in set([number for number in rounds if number <= n][keep:]) - set(spare):
-            shutil.rmtree(folder / f"round-{old}")
+        prune(folder, keep, spare)
     except OSError as error:
         raise FednlError(
             f"cannot write the checkpoint {place}: {error.strerror or error}; free some space and resume."
         ) from None
     return place
+
+
+def prune(folder: Path, keep: int, spare: Collection[int] = ()) -> None:
+    """Removes all checkpoints but the newest.
+
+    Args:
+        folder: the `checkpoints` folder.
+        keep: how many of the newest stay; at least 1.
+        spare: rounds whose checkpoints stay besides.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    for old in set(_numbered(folder)[keep:]) - set(spare):
+        shutil.rmtree(folder / f"round-{old}")
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
@@ -171,6 +184,18 @@ def read_tensors(path: Path) -> tuple[Params, dict[str, Any]]:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}; restore it from a copy.") from None
     except MessageError:
         raise CheckpointError(f"{path} is damaged: restore it from a copy.") from None
+
+
+def round_of(path: Path) -> int:
+    """Gives the round that rules on disk say they are of; 0 where there are none.
+
+    Args:
+        path: what `write_tensors` wrote, if anything.
+    """
+    try:
+        return int(read_tensors(path)[1].get("round", 0)) if path.exists() else 0
+    except CheckpointError:
+        return 0
 
 
 def _fill(

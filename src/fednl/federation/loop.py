@@ -11,6 +11,7 @@ from fednl.federation.accounting import spent_epsilon
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.apart import Apart, Combined
 from fednl.federation.budget import budget_is_spent, private_round
+from fednl.federation.checkpoint import round_of
 from fednl.federation.combine import NO_EXAMPLES, WITHHELD, Combiner, InOrder
 from fednl.federation.exchange import PLAIN, Exchange, check_exchange
 from fednl.federation.groups import check_shared
@@ -22,7 +23,16 @@ from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, finite
 from fednl.federation.privacy import PrivateSum
-from fednl.federation.record import Federation, OnEvent, Point, Validate, begin, resume, save, write_final
+from fednl.federation.record import (
+    Federation,
+    OnEvent,
+    Point,
+    Validate,
+    begin,
+    resume,
+    save,
+    write_final,
+)
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
@@ -108,7 +118,7 @@ def run_rounds(
         adapters=adapters,
     )
     point = resume(fed, params) or begin(fed, params)
-    fed = replace(fed, first_round=point.round + 1)
+    fed = replace(fed, first_round=point.round + 1, final_round=round_of(fed.path("final") / "params.safetensors"))
     tell_sizes(fed, point)
     last = min(training.rounds, training.rounds if stop_after is None else stop_after)
     try:

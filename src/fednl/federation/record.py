@@ -11,14 +11,23 @@ from typing import Any, TypeAlias
 from fednl.errors import CheckpointError
 from fednl.federation.accounting import Spent, begin_privacy
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.checkpoint import Checkpoint, load_newest, load_round, save_round, write_tensors
+from fednl.federation.checkpoint import (
+    Checkpoint,
+    load_newest,
+    load_round,
+    prune,
+    save_round,
+    write_tensors,
+)
 from fednl.federation.exchange import PLAIN, Exchange
+from fednl.federation.identity import identity
 from fednl.federation.ledger import Ledger
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.secure import forget
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Transport
+from fednl.files import writing
 from fednl.runs import Run
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -109,6 +118,8 @@ class Federation:
     exchange: Exchange = PLAIN
     adapters: str = ""
     """What clients must have attached, as `run_rounds` takes it."""
+    final_round: int = 0
+    """The round that `final/` is of at the start of this sitting: its checkpoint stays until `final/` is of another."""
 
     @property
     def run_name(self) -> str:
@@ -127,25 +138,6 @@ class Federation:
         """Sends an event to whoever listens."""
         self.on_event({"event": event, **facts})
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same when a run is resumed, as it changes results."""
-        training = self.training.model_dump(mode="json", by_alias=True)
-        if self.training.schedule == "constant":
-            del training["rounds"]  # more rounds then only go on from where it stopped
-        return {
-            "algorithm": type(self.algorithm).__name__,
-            "algorithm-settings": self.algorithm.settings.model_dump(mode="json", by_alias=True),
-            "shared": list(self.names),
-            "lora-ranks": list(self.settings.lora_ranks),
-            "clients": self.transport.clients(),
-            "clients-per-round": self.asked_per_round,
-            "quorum": self.settings.quorum,
-            "quarantine": [self.settings.quarantine_after, self.settings.quarantine_rounds],
-            "training": training,
-            "seed": self.seed,
-            "exchange": self.exchange.changed(),
-        }
-
 
 def save(
     fed: Federation, point: Point, ledger: Ledger, reason: str, numbers: Mapping[str, float], seconds_s: float
@@ -162,7 +154,7 @@ def save(
     score = metrics.get("validation_loss")
     if score is not None and score < point.best.get("loss", math.inf):
         point = replace(point, best={"round": point.round, "loss": score})
-        write_tensors(fed.path("best") / "params.safetensors", point.params, {"round": point.round})
+        write_tensors(fed.path("best") / "params.safetensors", point.params, _header(point))
     facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
     facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
     asked = {row["name"] for row in rows}
@@ -183,10 +175,10 @@ def save(
             "conduct": asdict(point.conduct),
             "told": point.told,
             **({"spent": point.spent.to_dict()} if point.spent else {}),
-            "identity": fed.identity(),
+            "identity": identity(fed),
         },
         fed.settings.keep_checkpoints,
-        {*fed.milestones, int(point.best.get("round", 0)), point.round - point.failed_rounds},
+        _spared(fed, point) | {fed.final_round},
     )
     fed.tell("round-end", rounds=fed.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
     return point
@@ -214,7 +206,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
         if (fed.run.path / fed.inside("rounds.jsonl")).exists():
             fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
         return None
-    now = fed.identity()
+    now = identity(fed)
     # Checkpoints from before there was a quarantine go on under today's.
     then = {"quarantine": now["quarantine"], **checkpoint.state["identity"]}
     for key in {**then, **now}:
@@ -249,6 +241,8 @@ def resume(fed: Federation, params: Params) -> Point | None:
     updates, server_state = _updates(checkpoint), checkpoint.server_state
     conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
     stands = Point(checkpoint.round, checkpoint.params, server_state, best, failed, conduct, spent, told, updates)
+    if done < newest:
+        write_final(fed, stands)  # it was of a round that is taken back
     return replace(stands, attempt=attempt)
 
 
@@ -271,8 +265,20 @@ def _updates(checkpoint: Checkpoint) -> int:
 
 
 def write_final(fed: Federation, point: Point) -> None:
-    """Leaves the newest finished rules in `final/`."""
-    write_tensors(fed.path("final") / "params.safetensors", point.params, {"round": point.round})
+    """Leaves the newest finished rules in `final/`, and no checkpoint that was there for those before them."""
+    write_tensors(fed.path("final") / "params.safetensors", point.params, _header(point))
+    with writing(checkpoints := fed.path("checkpoints")):
+        prune(checkpoints, fed.settings.keep_checkpoints, _spared(fed, point))
+
+
+def _header(point: Point) -> dict[str, Any]:
+    """What is said beside rules: their round, and that they are those of the start, if no round has changed them."""
+    return {"round": point.round} | ({} if point.updates else {"updates": 0})
+
+
+def _spared(fed: Federation, point: Point) -> set[int]:
+    """The rounds whose checkpoints stay, however old."""
+    return {*fed.milestones, int(point.best.get("round", 0)), point.round - point.failed_rounds}
 
 
 def _validation(measured: Mapping[str, float]) -> dict[str, float]:
