@@ -183,6 +183,15 @@ def test_a_stream_without_test_questions_is_trained_and_has_no_rows(backbone: Pa
     assert "## Stream of tasks" in report([run.path])
 
 
+def test_a_floor_that_a_task_cannot_reach_is_refused_though_all_tasks_together_would(
+    backbone: Path, tmp_path: Path
+) -> None:
+    """Each client has 4 examples of each of 3 tasks, and a round is of one."""
+    with pytest.raises(SettingsError, match=r'has 4 training examples of the task "passkey", so none would share'):
+        train(stream(backbone, privacy={"min-examples": 5}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_settings_that_do_not_add_up_are_refused_before_anything_is_loaded(backbone: Path) -> None:
     with pytest.raises(SettingsError, match=r"3 tasks of 2 rounds, but \[training\] rounds = 3; set rounds = 6"):
         stream(backbone, tasks={**TASKS, "rounds-per-task": 2})

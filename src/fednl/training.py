@@ -206,6 +206,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     }
     training = training_of(config, name, sum(map(bool, examples.values())))
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
+    by_task = {task: {client: found[client] for client in examples} for task, found in facts.get("tasks", {}).items()}
     outdated = [name]
 
     def tell(event: Mapping[str, Any]) -> None:
@@ -250,6 +251,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
         adapters=adapters_hash(config, kind.setup),
+        by_task={} if kind.pooled else by_task,
     )
     if not kind.folder:
         keep(facts, trained)

@@ -45,6 +45,9 @@ def handlers(config: Config) -> dict[str, Handler]:
             "candidates": own.candidates,
             "questions": {client: [question_digest(one) for one in splits.test] for client, splits in own.data.items()},
         }
+        if config.tasks.order:
+            counts = {client: Counter(one.task for one in splits.train) for client, splits in own.data.items()}
+            facts["tasks"] = {task: {client: counts[client][task] for client in counts} for task in config.tasks.order}
         if own.backbone.context_tokens:
             facts["context_tokens"] = own.backbone.context_tokens
         if config.context_vectors.store != "off":

@@ -118,7 +118,13 @@ def test_c01_a_floor_that_no_client_reaches_is_refused_or_said_at_the_end(tmp_pa
     words = r"\[privacy\] min-examples = 100, but the largest of the 4 clients has 12 training examples, .*: lower it"
     with pytest.raises(SettingsError, match=words):
         toy.run()
+    toy.exchange = Exchange(privacy=PrivacySettings(min_examples=10))
+    by_task = {"early": {**SIZES, "cyd": 11}, "late": {**SIZES, "cyd": 1}}  # of both tasks together cyd has enough
+    with pytest.raises(SettingsError, match=r'the 4 clients has 7 training examples of the task "late", so none would'):
+        toy.run(by_task=by_task)
     assert not (toy.path / "rounds.jsonl").exists()
+    toy.run(by_task={"early": by_task["early"]})
+    toy.exchange = Exchange(privacy=PrivacySettings(min_examples=100))
     toy.path = tmp_path / "unknown"
     with pytest.raises(FednlError, match="None of the 1 rounds changed the rules"):
         toy.run(InProcessTransport(toy.endpoint(), list(SIZES)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fednl.errors import DataError, FednlError, Interrupted, SettingsError
@@ -56,6 +56,7 @@ def run_rounds(
     stop_after: int | None = None,
     exchange: Exchange = PLAIN,
     adapters: str = "",
+    by_task: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Params:
     """Trains rules over many clients, and leaves every finished round on disk.
 
@@ -79,6 +80,7 @@ def run_rounds(
         stop_after: the last round of this sitting; None for all.
         exchange: how updates travel and how they become one.
         adapters: a hash of all that makes rules comparable but is not in them; a client with another takes no part.
+        by_task: of a stream, by task, each client's training examples of it, as a round is of one task.
 
     Returns:
         All rules after the last round done; private ones as they started. A client's own are in
@@ -86,8 +88,8 @@ def run_rounds(
 
     Raises:
         SettingsError: `shared` matches nothing, more clients are asked for than there are, no client has as many
-            examples as sharing needs, parts of `exchange` do not fit together, or its first round would spend more
-            than the budget.
+            examples (of a task) as sharing needs, parts of `exchange` do not fit together, or its first round would
+            spend more than the budget.
         DataError: no client has an example.
         CheckpointError: the checkpoints are damaged, or come from other settings.
         FednlError: too many rounds in a row failed, or no round changed the rules.
@@ -98,9 +100,9 @@ def run_rounds(
     names = _check_start(algorithm, transport, params, settings)
     asked = settings.clients_per_round or len(transport.clients())
     check_exchange(exchange, settings, algorithm.traits, asked)
-    _check_enough(transport, "privacy", exchange.privacy.min_examples)
+    _check_enough(transport, by_task or {}, "privacy", exchange.privacy.min_examples)
     if algorithm.given(params) and not algorithm.made(algorithm.opening(params)):
-        _check_enough(transport, settings.algorithm, getattr(algorithm.settings, "min_examples", 1))
+        _check_enough(transport, by_task or {}, settings.algorithm, getattr(algorithm.settings, "min_examples", 1))
     fed = Federation(
         algorithm,
         transport,
@@ -267,15 +269,15 @@ def _check_start(
     return names
 
 
-def _check_enough(transport: Transport, section: str, fewest: int) -> None:
-    """Refuses a floor that no client reaches, where their examples are known."""
-    examples = transport.examples()
-    largest = max(examples.values(), default=0)
-    if len(examples) == len(transport.clients()) and largest < fewest:
-        raise SettingsError(
-            f"[{section}] min-examples = {fewest}, but the largest of the {len(examples)} clients has {largest} "
-            "training examples, so none would share anything: lower it, or give clients more."
-        )
+def _check_enough(transport: Transport, by_task: Mapping[str, Mapping[str, int]], section: str, fewest: int) -> None:
+    """Refuses a floor that no client reaches, in a stream with its examples of one task, where these are known."""
+    for task, examples in by_task.items() or [("", transport.examples())]:
+        largest, of = max(examples.values(), default=0), f' of the task "{task}"' if task else ""
+        if len(examples) == len(transport.clients()) and largest < fewest > 1:
+            raise SettingsError(
+                f"[{section}] min-examples = {fewest}, but the largest of the {len(examples)} clients has {largest} "
+                f"training examples{of}, so none would share anything: lower it, or give clients more."
+            )
 
 
 def _deadline_s(fed: Federation, number: int) -> float | None:
