@@ -26,6 +26,7 @@ from typing import Any
 from fednl.config import Config, load_config
 from fednl.evaluation.closing import share_closed
 from fednl.evaluation.outcomes import load_outcomes, values_by_client
+from fednl.evaluation.statistics import told_ends
 from fednl.reproduce.keeping import run_at
 from fednl.runs import Run
 
@@ -162,7 +163,7 @@ def nats(run: Run, arm: str) -> dict[str, list[float]]:
 def closed(run: Run, ends: Sequence[dict[str, list[float]]]) -> str:
     """The cell of how much of the way from FedAvg to the pooled learner a run goes, %, where both are there."""
     share = share_closed(nats(run, "federated"), *ends, seed=0) if ends else None
-    return cell(vars(share), 100, ".1f") if share else "-"
+    return cell({"value": share.value, **told_ends(share)}, 100, ".1f") if share else "-"
 
 
 def costs(run: Run, folder: str) -> list[str]:

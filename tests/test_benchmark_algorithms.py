@@ -90,16 +90,17 @@ def test_halfway_from_fedavg_to_the_pooled_learner_half_of_the_lag_is_closed(
     benchmark: ModuleType, tmp_path: Path
 ) -> None:
     (tmp_path / "results").mkdir()
-    nats = {"fedavg": (3.0, 3.2, 2.0, 2.4), "pooled": (1.0, 1.2, 1.0, 1.4), "federated": (2.0, 2.2, 1.5, 1.9)}
+    nats = {"fedavg": (3.0, 3.2, 3.1, 2.0, 2.4, 2.2), "pooled": (1.0, 1.2, 1.4, 1.0, 1.4, 1.5)}
+    nats["federated"] = tuple((first + last) / 2 for first, last in zip(*nats.values(), strict=True))
     arms = {
-        arm: [Outcome("ab"[i // 2], i % 2, 0, 0, True, True, value, 1.0, 2) for i, value in enumerate(values)]
+        arm: [Outcome("ab"[i // 3], i % 3, 0, 0, True, True, value, 1.0, 2) for i, value in enumerate(values)]
         for arm, values in nats.items()
     }
     save_outcomes(tmp_path / "results" / "needles.outcomes.jsonl", arms)
     run = Run(tmp_path)
     ends = [benchmark.nats(run, arm) for arm in ("fedavg", "pooled")]
-    assert ends[0] == {"a": [3.0, 3.2], "b": [2.0, 2.4]}
-    assert benchmark.closed(run, ends) == "50.0 [50.0, 50.0]"
+    assert ends[0] == {"a": [3.0, 3.2, 3.1], "b": [2.0, 2.4, 2.2]}
+    assert benchmark.closed(run, ends) == "50.0"  # each answer is half-way, which is no certainty
     assert benchmark.closed(run, []) == "-"
 
 

@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 
 from fednl.evaluation.closing import share_closed
+from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.rows import result_rows
+from fednl.evaluation.statistics import told_ends
 
 FLOOR = {"a": [0.0, 1.0, 0.0, 0.0] * 10, "b": [0.0] * 40}
 CEILING = {"a": [1.0] * 40, "b": [1.0, 1.0, 1.0, 0.0] * 10}
@@ -27,6 +30,30 @@ def test_a_loss_gives_the_same_share_as_its_negative() -> None:
     # By hand: ours averages (0.5 + 0.5) / 2, the floor (0.25 + 0) / 2, the ceiling (1 + 0.75) / 2.
     assert share.value == pytest.approx((0.5 - 0.125) / (0.875 - 0.125))
     assert share.low < share.value < share.high
+
+
+def test_where_nothing_varies_the_share_has_no_interval() -> None:
+    for ours in (FLOOR, CEILING):
+        closed = share_closed(ours, FLOOR, CEILING, seed=0, shares=True)
+        assert closed is not None and told_ends(closed) == {}
+    closed = share_closed({**CEILING, "b": [1.0, 1.0, 0.0, 0.0] * 10}, FLOOR, CEILING, seed=0, shares=True)
+    assert closed is not None and told_ends(closed)["low"] < closed.value < 1.0
+
+
+@pytest.mark.parametrize(("wins", "told"), [(4, False), (5, False), (6, True)])
+def test_a_way_is_there_where_the_table_tells_its_ends_apart(wins: int, told: bool) -> None:
+    """Four wins and no loss of 105 push a bootstrap off zero; the table's test does not tell them from coins."""
+    floor = {str(client): [0.0] * 10 + [1.0] * 5 for client in range(7)}
+    ceiling = {name: [float(int(name) < wins), *values[1:]] for name, values in floor.items()}
+    assert (share_closed(floor, floor, ceiling, seed=0, shares=True) is not None) == told
+    answered = [
+        [Outcome(name, i, 0, 0, bool(x), bool(x), 1.0, 0.0, 1) for name, xs in arm.items() for i, x in enumerate(xs)]
+        for arm in (ceiling, floor)
+    ]
+    rows = result_rows({"c": answered[0], "f": answered[1]}, seed=0, metrics=["candidates"], pairs=[("c", "f")])
+    assert next(row["verdict"] == "better" for row in rows if row["metric"] == "difference") == told
+    # As losses, with whatever test losses have: a way with an interval without 0.
+    assert share_closed(floor, floor, ceiling, seed=0) is not None
 
 
 def test_there_is_no_share_of_a_way_that_is_not_there() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from fednl.evaluation.f1 import f1_difference, f1_interval, macro_f1
+from fednl.evaluation.f1 import f1_difference, f1_interval, f1_p, macro_f1
 from fednl.evaluation.shares import wilson
 from fednl.evaluation.statistics import Difference, Interval
 
@@ -72,3 +73,26 @@ def test_a_difference_is_paired() -> None:
     better = {"a": [(gold, gold) for gold, _ in a["a"]]}
     gap = f1_difference(better, a, 0, resamples=500)
     assert gap.low > 0 and gap.mean == pytest.approx(1 - macro_f1(a["a"])) and gap.n == 60
+
+
+def test_its_test_counts_the_swaps_of_answers_that_differ_as_much() -> None:
+    """Against every one of the 2^6 ways to swap; arms that never differ give 1."""
+    a = {"a": [(0, 0), (1, 1), (0, 0)], "b": [(1, 1), (2, 2), (0, 0)]}
+    b = {"a": [(0, 1), (1, 1), (0, 0)], "b": [(1, 0), (2, 0), (0, 2)]}
+    pairs = [both for name in a for both in zip(a[name], b[name], strict=True)]
+    observed = abs(macro_f1([x for x, _ in pairs]) - macro_f1([y for _, y in pairs]))
+    falls = []
+    for swaps in itertools.product((0, 1), repeat=len(pairs)):
+        first, second = ([both[swap ^ arm] for both, swap in zip(pairs, swaps, strict=True)] for arm in (0, 1))
+        falls.append(abs(macro_f1(first) - macro_f1(second)) >= observed - 1e-12)
+    assert f1_p(a, b, 0, 20_000) == pytest.approx(sum(falls) / len(falls), abs=0.015)
+    assert f1_p(a, b, 0, 500) == pytest.approx(f1_p(b, a, 0, 500), abs=0.05)
+    assert f1_p(a, a, 0, 100) == 1.0
+
+
+def test_equal_arms_are_seldom_told_apart_by_it() -> None:
+    told = sum(
+        f1_p({"a": guesses(2 * seed, 60, 0.5)}, {"a": guesses(2 * seed + 1, 60, 0.5)}, seed, 200) <= 0.05
+        for seed in range(200)
+    )
+    assert told / 200 < 0.1  # 5%, and three standard errors

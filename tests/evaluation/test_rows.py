@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ def outcomes(right: dict[str, list[int]], nats: float = 1.0) -> list[Outcome]:
 
 
 GOOD = outcomes({"a": [1] * 27 + [0] * 3, "b": [1] * 24 + [0] * 6}, nats=0.5)
-POOR = outcomes({"a": [1] * 8 + [0] * 22, "b": [0] * 23 + [1] * 7}, nats=2.5)
+POOR = [
+    replace(one, nats_per_token=one.nats_per_token + (-1) ** one.index / 10)  # gaps that vary, 2 on average
+    for one in outcomes({"a": [1] * 8 + [0] * 22, "b": [0] * 23 + [1] * 7}, nats=2.5)
+]
 
 
 def rows_where(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -101,6 +105,56 @@ def test_a_few_wins_that_a_coin_would_give_are_no_clear_difference() -> None:
     assert row["low"] > 0
     assert row["p"] == 0.0625
     assert row["verdict"] == "no clear difference"
+
+
+def test_the_test_of_an_average_speaks_for_the_arm_whose_average_is_higher() -> None:
+    """Eight wins of the small client's eight questions, thirty losses of the large one's two hundred.
+
+    Over all questions the second arm is ahead, 30 to 8 with p = 0.0005, which is nothing for the average of the two.
+    """
+    ours = outcomes({"a": [1] * 8, "b": [1] * 100 + [0] * 100})
+    theirs = outcomes({"a": [0] * 8, "b": [1] * 130 + [0] * 70})
+    row = one(made(federated=ours, window_only=theirs), metric="difference", of="candidates")
+    assert row["value"] == pytest.approx(0.425) and row["verdict"] == "better"
+    # All eight coins of the small client fall alike, and those of the large one do not matter: 2 / 2^8.
+    assert row["p"] == pytest.approx(2 / 2**8, rel=0.01)
+    # Four wins of four are no proof, however many questions the other client has.
+    few = outcomes({"a": [1] * 4, "b": [1] * 100 + [0] * 100}), outcomes({"a": [0] * 4, "b": [1] * 130 + [0] * 70})
+    row = one(made(federated=few[0], window_only=few[1]), metric="difference", of="candidates")
+    assert row["value"] > 0.4 and row["p"] > 0.05 and row["verdict"] == "no clear difference"
+
+
+def test_macro_f1_is_judged_by_a_test_of_macro_f1() -> None:
+    """An arm that always says the common class is as often right, and knows nothing of the rare ones."""
+    golds = [0] * 160 + [1] * 20 + [2] * 20
+
+    def answered(wrong: Callable[[int, int], bool], to: Callable[[int], int]) -> list[Outcome]:
+        chosen = [to(gold) if wrong(i, gold) else gold for i, gold in enumerate(golds)]
+        return [
+            Outcome("a", i, c, gold, c == gold, False, 1.0, 0.0, 1)
+            for i, (gold, c) in enumerate(zip(golds, chosen, strict=True))
+        ]
+
+    arms = {
+        "federated": answered(lambda i, gold: i % 5 == 0, lambda gold: (gold + 1) % 3),
+        "window-only": answered(lambda i, gold: gold > 0, lambda gold: 0),
+    }
+    rows = result_rows(arms, seed=0, tokens=9, metrics=("accuracy", "macro_f1"), resamples=500)
+    accuracy, f1 = (one(rows, metric="difference", of=of) for of in ("accuracy", "macro_f1"))
+    assert accuracy["value"] == 0.0 and accuracy["p"] > 0.9 and accuracy["verdict"] == "no clear difference"
+    assert f1["low"] > 0.2 and f1["p"] < 0.01 and f1["verdict"] == "better"
+
+
+def test_without_a_prompt_length_there_is_no_such_key() -> None:
+    rows = result_rows({"federated": GOOD, "window-only": POOR, "local-only": GOOD}, seed=3, resamples=100)
+    assert rows and not any("tokens" in row for row in rows)
+
+
+def test_losses_that_do_not_vary_or_are_two_have_no_interval_and_no_verdict() -> None:
+    for ours, theirs in (([1, 1, 1], [0, 0, 0]), ([1, 0], [0, 1])):
+        arms = [[replace(o, nats_per_token=2.0 - o.correct) for o in outcomes({"a": own})] for own in (ours, theirs)]
+        losses = [row for row in made(federated=arms[0], window_only=arms[1]) if "nats_per_token" in row.values()]
+        assert len(losses) == 5 and not any({"low", "high", "verdict"} & row.keys() for row in losses)
 
 
 def test_one_loss_a_client_has_no_interval_and_no_verdict() -> None:

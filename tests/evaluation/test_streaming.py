@@ -147,21 +147,40 @@ def test_rows_hold_the_level_the_change_and_the_paired_difference() -> None:
     def some(*levels: tuple[float, float]) -> list[StreamNats]:
         return [StreamNats(level, (99, 100), (4, 4), (10, 10)) for level in levels]
 
-    arms = {"federated": some((2.0, 1.8), (4.0, 3.9)), "window-only": some((2.0, 2.2), (4.0, 4.3))}
+    arms = {
+        "federated": some((2.0, 1.8), (4.0, 3.9), (3.0, 2.85)),
+        "window-only": some((2.1, 2.25), (4.0, 4.3), (2.9, 3.2)),
+    }
     rows = streaming_rows(arms, seed=0, bin_tokens=100)
     level = [r for r in rows if r["method"] == "federated" and r["metric"] == "nats_per_token"]
-    assert [(r["bin"], r["from_token"], r["value"], r["n"]) for r in level] == [(0, 0, 3.0, 2), (1, 100, 2.85, 2)]
+    assert [(r["bin"], r["from_token"], r["value"], r["n"]) for r in level] == [
+        (0, 0, 3.0, 3),
+        (1, 100, pytest.approx(2.85), 3),
+    ]
     change = [r["value"] for r in rows if r["method"] == "federated" and r["metric"] == "change_percent"]
-    assert change == pytest.approx([0.0, (-10 - 2.5) / 2])
+    assert change == pytest.approx([0.0, (-10 - 2.5 - 5) / 3])
     gaps = [r for r in rows if r["metric"] == "difference"]
     assert [round(r["value"], 9) for r in gaps] == [0.0, -0.4]
     assert gaps[0]["verdict"] == "no clear difference" and gaps[1]["verdict"] == "better"
     assert all((r["state_bytes"], r["kv_bytes"]) == (4, 10) for r in level)
     with pytest.raises(SettingsError, match="other texts"):
         streaming_rows({**arms, "window-only": [StreamNats((2.0,), (5,), (0,), (1,))] * 2}, seed=0)
-    # One text has no spread, so no interval and no verdict.
-    single = streaming_rows({name: read[:1] for name, read in arms.items()}, seed=0)
-    assert all("low" not in r and "verdict" not in r for r in single)
+    # Two texts have no spread to speak of, nor have texts of one and the same gap: no interval and no verdict.
+    for few in (1, 2):
+        rows = streaming_rows({name: read[:few] for name, read in arms.items()}, seed=0)
+        assert rows and not any({"low", "high", "verdict"} & r.keys() for r in rows)
+    alike = {name: some(*[(level, level)] * 4) for name, level in (("federated", 2.0), ("window-only", 2.1))}
+    assert not any({"low", "high", "verdict"} & r.keys() for r in streaming_rows(alike, seed=0))
+
+
+def test_a_bin_without_a_scored_token_has_no_row_and_change_is_from_the_first_that_has_one() -> None:
+    """With bins of one token the first holds none but the text's first one."""
+    read = [StreamNats((0.0, 2.0, 3.0), (0, 1, 1), (1,) * 3, (1,) * 3)] * 2
+    rows = streaming_rows({"federated": read, "window-only": read}, seed=0, bin_tokens=1)
+    assert {row["bin"] for row in rows} == {1, 2}
+    assert [row["value"] for row in rows if row["metric"] == "change_percent"] == pytest.approx([0.0, 50.0] * 2)
+    known = [StreamNats((0.0, 2.0), (9, 10), (1,) * 2, (1,) * 2)]  # foreseen to the end: no share of nothing
+    assert {row["metric"] for row in streaming_rows({"federated": known}, seed=0)} == {"nats_per_token"}
 
 
 def test_documents_are_whole_and_apart(tmp_path: Path) -> None:

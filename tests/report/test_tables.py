@@ -251,11 +251,14 @@ def test_seeds_are_put_together_length_by_length(tmp_path: Path) -> None:
         run.write_json("config.json", {**CONFIG, "run": {"seed": seed}})
         other = [{**row, "value": -row["value"]} if row["metric"] == "difference" else row for row in rows_at(640)]
         rows = [{**row, "seed": seed} for row in rows_at(320) + other]
+        for row in rows:
+            if row["metric"] == "difference":
+                row["value"] += 0.01 * seed
         run.write_json("results/needles.json", {"rows": rows})
         runs.append(run.path)
     _, short, long = re.split(r"## needles, (?:320|640) tokens: seeds of one setting", " ".join(report(runs).split()))
-    assert "+41.0 (0), +41.0 (1), +41.0 (2)" in short and "| better |" in short
-    assert "-41.0 (0), -41.0 (1), -41.0 (2)" in long and "| worse |" in long
+    assert "+41.0 (0), +42.0 (1), +43.0 (2)" in short and "| better |" in short
+    assert "-41.0 (0), -40.0 (1), -39.0 (2)" in long and "| worse |" in long
 
 
 def test_lengths_in_one_file_get_a_section_each(tmp_path: Path) -> None:
@@ -286,6 +289,17 @@ def test_the_rows_of_the_evaluation_are_understood(tmp_path: Path) -> None:
     run.write_json("results/needles.json", {"rows": rows})
     assert "federated rules minus window only: +0.0 pp" in report([run.path])
     assert "no clear difference" in report([run.path])
+
+
+def test_a_difference_without_an_interval_is_told_and_a_p_is_called_by_its_test(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    rows = rows_at(320)
+    row = {key: value for key, value in rows[-6].items() if key not in ("low", "high", "verdict")}
+    f1 = rows[-5] | {"of": "macro_f1", "p": 0.012}
+    run.write_json("results/needles.json", {"rows": [*rows[:-6], row, f1]})
+    text = report([run.path])
+    assert "minus window only: -0.87 nats/token, no interval, n = 30 over 3 clients: no verdict" in text
+    assert "macro-F1: federated rules minus window only: +41.0 pp" in text and "randomised p = 0.012: better" in text
 
 
 def test_the_terminal_table_fits_a_terminal() -> None:

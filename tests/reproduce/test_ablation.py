@@ -45,7 +45,9 @@ def test_perplexities_stand_beside_the_papers_and_are_of_the_same_stretches(fold
     assert {row["n"] for row in macro.values()} == {2}
     text = (folder / "report.md").read_text()
     full = next(line for line in text.splitlines() if line.startswith("| full "))
-    assert f"{math.exp(macro['full']['value']):.2f} [" in full and "FedNL: 29.82" in full
+    assert f" {math.exp(macro['full']['value']):.2f} |" in full and "FedNL: 29.82" in full  # two have no interval
+    told = macro["full"] | {"value": 1.0, "low": 0.5, "high": 2.0}
+    assert ablation.perplexities([told]) == {"full": "2.72 [1.65, 7.39]"}
     gaps = {row["baseline"]: row["value"] for row in rows if row["metric"] == "difference"}
     frozen = macro["full"]["value"] - macro["rules frozen"]["value"]
     assert gaps["rules frozen"] == pytest.approx(frozen, abs=1e-9)

@@ -140,6 +140,11 @@ def test_three_lines_are_measured_at_long_prompts_and_full_attention_beyond_its_
         "n": 9,
     }
     assert "70.0 [60.0, 80.0]% of the way" in needles.closed_lines([row], needles.asked_at(8192))[1]
+    alike = {key: value for key, value in row.items() if key not in ("low", "high")} | {"value": 1.0}
+    assert needles.closed_lines([alike], needles.asked_at(8192))[1] == (
+        "- candidates: 100.0% of the way from floor to ceiling, n = 9; no interval, as FedNL's outcomes are those of "
+        "the ceiling at every question: that is no certainty"
+    )
 
 
 def test_a_letter_is_not_recalled_and_the_users_number_of_questions_counts_at_every_length() -> None:

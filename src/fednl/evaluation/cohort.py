@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fednl.evaluation.statistics import LEVEL, has_spread, macro_mean
+from fednl.evaluation.statistics import LEVEL, macro_mean, told_ends
 
 WORST, SPREAD = "worst", "spread"
 COHORT = (WORST, SPREAD, "head", "middle", "tail")
@@ -66,5 +66,4 @@ def _over(
     own = {member: clients[member] for member in members}
     interval = macro_mean(own, seed, LEVEL, resamples, shares)
     row: dict[str, Any] = {"client": name, "of": list(members), "value": interval.value, "n": interval.n}
-    told = shares or has_spread(own)
-    return row | ({"low": interval.low, "high": interval.high} if told else {})
+    return row | told_ends(interval, None if shares else own)

@@ -4,7 +4,8 @@ A row is `{method, client, metric, value, n, correct, low, high, chance, shared,
 the arm, and the client `macro` is the average over `clients` clients. What does not apply, or was not
 measured, has no key. Rows on how unequally clients fare are those of `fednl.evaluation.cohort`.
 `metric = "difference"` and `metric = "aggregation_drop_pp"` compare two arms on the same questions and have
-`baseline`; a difference also has `of` (which metric), `verdict`, and `p` where outcomes are right or wrong.
+`baseline`; a difference also has `of` (which metric), `verdict`, and `p`, of the exact test of a difference of
+shares, or of macro-F1's by random swaps.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 
 from fednl.errors import DataError
 from fednl.evaluation.cohort import cohort_rows
-from fednl.evaluation.f1 import f1_difference, f1_interval
+from fednl.evaluation.comparing import compared, compared_f1
+from fednl.evaluation.f1 import f1_interval
 from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.shares import mcnemar, wilson
+from fednl.evaluation.shares import wilson
 from fednl.evaluation.statistics import (
     LEVEL,
-    UNDECIDED,
     Interval,
     bootstrap_mean,
-    has_spread,
     macro_difference,
     macro_mean,
     paired_bootstrap,
+    told_ends,
 )
 
 Row = dict[str, Any]
@@ -41,7 +42,7 @@ def result_rows(
     arms: Mapping[str, Sequence[Outcome]],
     *,
     seed: int,
-    tokens: int,
+    tokens: int | None = None,
     shared: Mapping[str, Sequence[str]] | None = None,
     metrics: Sequence[str] = NEEDLES.metrics,
     pairs: Sequence[tuple[str, str]] = NEEDLES.pairs,
@@ -53,13 +54,13 @@ def result_rows(
 
     Right or wrong comes with score intervals (Wilson's of a client, Newcombe's of paired arms, put together over
     clients), cross-entropies with a stratified bootstrap over the questions. All intervals are at 95%. `nats_per_token`
-    averages each question's mean over its right candidate's tokens. A difference is "better" or "worse" only
-    where its interval excludes zero and, for right-or-wrong outcomes, McNemar's exact test rejects at 5% too.
+    averages each question's mean over its right candidate's tokens. When a difference is "better" or "worse" is said
+    in `fednl.evaluation.comparing`; where losses are too few, or do not vary, there is neither interval nor verdict.
 
     Args:
         arms: arm -> its outcomes on all clients' questions; not modified. An arm without outcomes has no row.
         seed: the run's seed; also names the bootstrap's random stream.
-        tokens: prompt length.
+        tokens: prompt length; None where prompts have no common one: rows then have no such key.
         shared: arm -> the groups of rules that crossed the network; leave an arm out where nothing did.
         metrics: names in `METRICS`, the right-or-wrong one first; leave `"recall"` out where an answer is a letter.
         pairs: which arms to compare, first minus second, over the clients that both were measured on; a pair
@@ -75,7 +76,7 @@ def result_rows(
     Source: metrics of arXiv 2605.16350, appendix C; intervals and pairing ours.
     """
     by_client = {arm: _by_client(arm, found) for arm, found in arms.items() if found}
-    common = {"seed": seed, "tokens": tokens}
+    common: Row = {"seed": seed} | ({} if tokens is None else {"tokens": tokens})
     rows = []
     for arm, clients in by_client.items():
         facts: Row = dict(common)
@@ -183,30 +184,19 @@ def _row(arm: str, client: str, metric: str, interval: Interval, outcomes: Mappi
     row: Row = {"method": arm, "client": client, "metric": metric, "value": interval.value, "n": interval.n}
     if METRICS[metric].kind == "share":
         row["correct"] = int(sum(map(sum, outcomes.values())))
-    if METRICS[metric].kind != "loss" or has_spread(outcomes):
-        row |= {"low": interval.low, "high": interval.high}
-    return row
+    return row | told_ends(interval, outcomes if METRICS[metric].kind == "loss" else None)
 
 
 def _difference(a: Clients, b: Clients, metric: str, seed: int, resamples: int) -> Row:
     kind = METRICS[metric].kind
-    x, y = _values(a, metric), _values(b, metric)
     if kind == "f1":
-        gap = f1_difference(_answers(a), _answers(b), seed, resamples=resamples)
+        found = compared_f1(_answers(a), _answers(b), seed, resamples=resamples)
     else:
-        gap = macro_difference(x, y, seed, resamples=resamples, shares=kind == "share")
-    row: Row = {"of": metric, "value": gap.mean, "n": gap.n, "clients": len(x)}
-    if kind == "loss" and not has_spread(x):
-        return row
-    row |= {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=METRICS[metric].higher_is_better)}
-    if kind != "loss":
-        right = ([gold == chosen for found in _answers(arm).values() for gold, chosen in found] for arm in (a, b))
-        p = mcnemar(*(right if kind == "f1" else ([v > 0 for c in x for v in arm[c]] for arm in (x, y))))
-        row |= {"p": p} if kind == "share" else {}
-        # Four wins and no loss among thirty push an interval off zero, yet are nothing a coin would not do.
-        if p > 1 - LEVEL:
-            row["verdict"] = UNDECIDED
-    return row
+        x, y = _values(a, metric), _values(b, metric)
+        found = compared(x, y, seed, shares=kind == "share", resamples=resamples)
+    row: Row = {"of": metric, "value": found.gap.mean, "n": found.gap.n, "clients": len(a), **found.ends}
+    told = {"verdict": found.verdict, "p": found.p}
+    return row | {key: value for key, value in told.items() if value is not None}
 
 
 def _aggregation_drop(local: Clients, federated: Clients, metric: str, seed: int, resamples: int) -> list[Row]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
+_TABLE = 50_000  # sums of weights that are told apart: bounds the time of `macro_mcnemar`
 
 
 def wilson(correct: float, n: float, level: float = LEVEL) -> tuple[float, float]:
@@ -55,9 +56,66 @@ def mcnemar(a: Sequence[bool | int], b: Sequence[bool | int]) -> float:
 
     Source: Q. McNemar, Psychometrika 12 (1947) 153-157, in its exact binomial form.
     """
+    return _coins(*_discordant(a, b))
+
+
+def macro_mcnemar(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+    """Tests whether two averages over clients differ on the same questions: McNemar's test, weighed as the average is.
+
+    A question that one arm alone answers right counts 1 / n_k for it, n_k the questions of its client, as it does in
+    the difference of the averages. Where no client has a better arm, each such question is as likely to be the one's as
+    the other's: p is how often such coins give a difference as large or larger, in either direction. It is exact, and
+    speaks for the arm whose average is higher. Of one client, or of clients with as many questions each, it is
+    `mcnemar` over all questions.
+
+    Args:
+        a: each client's outcomes, right (1) or wrong (0) per question; a client without questions does not count.
+        b: the other arm's, on the same questions in the same order.
+
+    Returns:
+        The two-sided p-value; 1.0 where the arms never disagree.
+
+    Raises:
+        ValueError: the clients, or the questions of one, are not as many in both.
+
+    Source: McNemar (1947), as above; coins for a weighted sum as in R. A. Fisher, The Design of Experiments (1935),
+        section 21. Weights are whole numbers, rounded only where exact ones would make a table beyond `_TABLE`, which
+        leaves the test exact, of a slightly different average.
+    """
+    counted: dict[int, list[int]] = {}
+    for x, y in zip(a, b, strict=True):
+        both = counted.setdefault(len(x), [0, 0])
+        first, second = _discordant(x, y)
+        both[0] += first
+        both[1] += second
+    counted.pop(0, None)
+    if len(counted) < 2:
+        return _coins(*next(iter(counted.values()), (0, 0)))
+    whole = math.lcm(*counted)
+    weights = {n: whole // n for n in counted}
+    if (total := sum(weights[n] * sum(both) for n, both in counted.items())) > _TABLE:
+        weights = {n: max(1, (weight * _TABLE + total // 2) // total) for n, weight in weights.items()}
+    chances, gap = np.ones(1), 0
+    for n, (first, second) in counted.items():
+        discordant, weight = first + second, weights[n]
+        gap += weight * (first - second)
+        wider = np.zeros(len(chances) + discordant * weight)
+        for wins in range(discordant + 1):
+            chance = math.comb(discordant, wins) / (1 << discordant)
+            wider[wins * weight : wins * weight + len(chances)] += chance * chances
+        chances = wider
+    gaps = np.abs(2 * np.arange(len(chances)) - (len(chances) - 1))
+    return min(1.0, float(chances[gaps >= abs(gap)].sum()))
+
+
+def _discordant(a: Sequence[float], b: Sequence[float]) -> tuple[int, int]:
+    """How many questions only the first arm has right, and how many only the second."""
     pairs = list(zip(map(bool, a), map(bool, b), strict=True))
-    first = sum(x and not y for x, y in pairs)
-    second = sum(y and not x for x, y in pairs)
+    return sum(x and not y for x, y in pairs), sum(y and not x for x, y in pairs)
+
+
+def _coins(first: int, second: int) -> float:
+    """The chance that as many fair coins fall at least as unevenly."""
     discordant = first + second
     # Integers until the last division: exact however many questions there are.
     tail = term = 1

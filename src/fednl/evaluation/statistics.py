@@ -21,7 +21,10 @@ from fednl.seeding import seed_of
 
 Verdict = Literal["better", "worse", "no clear difference"]
 UNDECIDED: Verdict = "no clear difference"
+LEAST_OUTCOMES = 3
+"""Fewer losses than this of a client say nothing of how they vary: no interval, and no verdict."""
 _BLOCK = 1_000_000  # numbers drawn at once: bounds the memory, not the result's quality
+_ROUNDING = 1e-9  # ends that are closer than this share of their size differ by how a computer adds
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class Interval:
     high: float
     n: int
 
+    @property
+    def has_width(self) -> bool:
+        """Whether its ends differ; outcomes that never vary give an interval that would pass for certainty."""
+        return _apart(self.low, self.high)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -57,15 +65,24 @@ class Difference:
     high: float
     n: int
 
+    @property
+    def has_width(self) -> bool:
+        """Whether its ends differ, as of `Interval`."""
+        return _apart(self.low, self.high)
+
     def verdict(self, higher_is_better: bool = True) -> Verdict:
-        """Says "better" or "worse" of the first only where the interval excludes zero.
+        """Says "better" or "worse" of the first only where the interval has a width and excludes zero.
 
         Args:
             higher_is_better: False for a loss.
         """
-        if self.low <= 0.0 <= self.high:
+        if self.low <= 0.0 <= self.high or not self.has_width:
             return UNDECIDED
         return "better" if (self.low > 0.0) == higher_is_better else "worse"
+
+
+def _apart(low: float, high: float) -> bool:
+    return high - low > _ROUNDING * max(abs(low), abs(high))
 
 
 def bootstrap_mean(
@@ -90,7 +107,7 @@ def macro_mean(
     Of shares (right or wrong, or parts of 1) it is a score interval, in which thirty right of thirty is no certainty.
     Of anything else it is a bootstrap within clients: each client's deviations are scaled by sqrt(n / (n - 1)), and
     their quantiles as Student's are to normal ones, without which few outcomes would give too narrow an interval.
-    A single outcome of a client that is no share counts as certain: see `has_spread`.
+    One or two outcomes of a client that are no shares make it too narrow: see `has_spread` and `told_ends`.
 
     Args:
         values: client -> its outcomes, finite numbers; a client without outcomes is left out of the average.
@@ -159,14 +176,29 @@ def macro_resamples(values: Mapping[str, Sequence[float]], seed: int, resamples:
 
 
 def has_spread(values: Mapping[str, Sequence[float]]) -> bool:
-    """Says whether losses have an interval: every client has two outcomes or more.
+    """Says whether losses have an interval: every client has `LEAST_OUTCOMES` or more.
 
-    A single loss does not vary from resample to resample, so that it would count as certain.
+    A single loss does not vary from resample to resample, so that it would count as certain. Two are alike by chance so
+    often that an average over clients of 2 and of 30 losses is outside its interval in 13%, where 5% is said.
 
     Args:
         values: client -> its outcomes; a client without outcomes does not count.
     """
-    return min((len(found) for found in values.values() if len(found)), default=0) > 1
+    return min((len(found) for found in values.values() if len(found)), default=0) >= LEAST_OUTCOMES
+
+
+def told_ends(found: Interval | Difference, losses: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
+    """Gives the ends of an interval as a row has them; empty where they would pass for more certainty than there is.
+
+    Args:
+        found: the interval.
+        losses: client -> the outcomes that it is a bootstrap of; None where it is a score interval, of shares.
+
+    Returns:
+        `low` and `high`, or nothing: of too few outcomes (`has_spread`), or of ends that do not differ.
+    """
+    told = found.has_width and (losses is None or has_spread(losses))
+    return {"low": found.low, "high": found.high} if told else {}
 
 
 def paired_bootstrap(

@@ -13,7 +13,7 @@ from fednl.errors import DataError
 from fednl.evaluation.measures import METRICS
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import CHANCE, MACRO, Row
-from fednl.evaluation.statistics import LEVEL, Difference, has_spread, macro_difference, macro_mean
+from fednl.evaluation.statistics import LEVEL, Difference, macro_difference, macro_mean, told_ends
 
 FORGETTING, BACKWARD_TRANSFER = "forgetting", "backward_transfer"
 SUMMARIES = (FORGETTING, BACKWARD_TRANSFER)
@@ -95,8 +95,7 @@ def _cells(table: Table, metric: str, seed: int, resamples: int) -> list[Row]:
     for after, tasks in table.items():
         for task, clients in sorted(tasks.items()):
             interval = macro_mean(clients, seed, LEVEL, resamples, counted)
-            row: Row = {"value": interval.value, "n": interval.n}
-            row |= {"low": interval.low, "high": interval.high} if counted or has_spread(clients) else {}
+            row: Row = {"value": interval.value, "n": interval.n, **told_ends(interval, None if counted else clients)}
             rows.append({"metric": metric, "after": after, "task": task} | row)
             if counted:
                 rows[-1] |= {"correct": int(sum(map(sum, clients.values()))), "chance": CHANCE}
@@ -118,13 +117,12 @@ def _summaries(table: Table, metric: str, seed: int, resamples: int) -> list[Row
     shares = METRICS[metric].kind == "share"
     forgetting = macro_difference(*((best, final) if sign > 0 else (final, best)), seed, LEVEL, resamples, shares)
     transfer = macro_difference(final, just_after, seed, LEVEL, resamples, shares)
-    told = shares or has_spread(final)
-    return [_summary(FORGETTING, metric, forgetting, told), _summary(BACKWARD_TRANSFER, metric, transfer, told)]
+    losses = None if shares else final
+    return [_summary(FORGETTING, metric, forgetting, losses), _summary(BACKWARD_TRANSFER, metric, transfer, losses)]
 
 
-def _summary(name: str, metric: str, gap: Difference, told: bool) -> Row:
-    row: Row = {"metric": name, "of": metric, "value": gap.mean, "n": gap.n}
-    return row | ({"low": gap.low, "high": gap.high} if told else {})
+def _summary(name: str, metric: str, gap: Difference, losses: Mapping[str, Sequence[float]] | None) -> Row:
+    return {"metric": name, "of": metric, "value": gap.mean, "n": gap.n, **told_ends(gap, losses)}
 
 
 def _macro(clients: Mapping[str, Sequence[float]]) -> float:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fednl.errors import NonFiniteError, SettingsError
+from fednl.evaluation.comparing import compared
 from fednl.evaluation.costs import cache_bytes
 from fednl.evaluation.rows import Row
 from fednl.evaluation.scoring import evaluating, forward
-from fednl.evaluation.statistics import bootstrap_mean, paired_bootstrap
+from fednl.evaluation.statistics import bootstrap_mean, told_ends
 
 
 @dataclass(frozen=True)
@@ -164,40 +165,49 @@ def streaming_rows(
 
     Returns:
         Rows `{method, metric, bin, from_token, value, n, low, high, seed}` with the metric `nats_per_token`;
-        `change_percent`, of a text's bin against its own first one, averaged; and `difference` with `baseline` and
-        `verdict`. `state_bytes` and `kv_bytes` are the largest over the texts. Intervals are over texts, at 95%, where
-        there are two.
+        `change_percent`, of a text's bin against its own first one that has a token, averaged; and `difference` with
+        `baseline` and `verdict`. `state_bytes` and `kv_bytes` are the largest over the texts. Intervals are over texts,
+        at 95%, where there are three that vary (`fednl.evaluation.statistics.told_ends`). A bin in which no token is
+        scored has no row.
 
     Raises:
         SettingsError: two arms read different texts.
     """
     rows: list[Row] = []
     for arm, read in arms.items():
-        for place in range(min((len(one.nats) for one in read), default=0)):
+        places = _scored(read)
+        for place in places:
             common: Row = {"method": arm, "bin": place, "from_token": place * bin_tokens, "n": len(read), "seed": seed}
-            level = [one.nats[place] for one in read]
-            change = [100 * (one.nats[place] / one.nats[0] - 1) for one in read]
             sizes = {key: max(getattr(one, key)[place] for one in read) for key in ("state_bytes", "kv_bytes")}
-            rows.append(common | _mean("nats_per_token", level, seed) | sizes)
-            rows.append(common | _mean("change_percent", change, seed))
+            rows.append(common | _mean("nats_per_token", [one.nats[place] for one in read], seed) | sizes)
+            firsts = [one.nats[places[0]] for one in read]
+            if all(firsts):  # a text that is foreseen from the start changes by no share of that
+                change = [100 * (one.nats[place] / first - 1) for one, first in zip(read, firsts, strict=True)]
+                rows.append(common | _mean("change_percent", change, seed))
     for first, second in pairs:
         if first not in arms or second not in arms:
             continue
         a, b = arms[first], arms[second]
         if [one.tokens for one in a] != [one.tokens for one in b]:
             raise SettingsError(f'arms "{first}" and "{second}" read other texts; measure both again.')
-        for place in range(min(len(one.nats) for one in a)):
-            gap = paired_bootstrap([one.nats[place] for one in a], [one.nats[place] for one in b], seed)
+        for place in _scored(a):
+            x, y = ({"": [one.nats[place] for one in arm]} for arm in (a, b))
+            found = compared(x, y, seed, shares=False)
             row: Row = {"method": first, "baseline": second, "metric": "difference", "of": "nats_per_token"}
-            row |= {"bin": place, "from_token": place * bin_tokens, "value": gap.mean, "n": gap.n, "seed": seed}
-            told: Row = {"low": gap.low, "high": gap.high, "verdict": gap.verdict(higher_is_better=False)}
-            rows.append(row | (told if gap.n > 1 else {}))
+            row |= {"bin": place, "from_token": place * bin_tokens, "value": found.gap.mean, "n": found.gap.n}
+            rows.append(row | {"seed": seed, **found.ends} | ({"verdict": found.verdict} if found.verdict else {}))
     return rows
+
+
+def _scored(read: Sequence[StreamNats]) -> list[int]:
+    """The bins that every text has tokens in; its first token is not scored, so that a bin of it alone has none."""
+    shortest = min((len(one.nats) for one in read), default=0)
+    return [place for place in range(shortest) if all(one.tokens[place] for one in read)]
 
 
 def _mean(metric: str, values: Sequence[float], seed: int) -> Row:
     mean = bootstrap_mean(values, seed)
-    return {"metric": metric, "value": mean.value} | ({"low": mean.low, "high": mean.high} if mean.n > 1 else {})
+    return {"metric": metric, "value": mean.value, **told_ends(mean, {"": values})}
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ def difference(row: Row) -> str:
         f"{format(metric.scale * row['value'], form)} {metric.gap_unit}"
         f"{', 95% interval' if ends else ', no interval'}{ends}"
     )
-    chance = f", McNemar p {_p(row['p'])}" if "p" in row else ""
+    test = "McNemar" if metric.kind == "share" else "randomised"
+    chance = f", {test} p {_p(row['p'])}" if "p" in row else ""
     over = f", n = {row['n']}" + (f" over {row['clients']} clients" if "clients" in row else "")
     verdict = row.get("verdict", "no verdict")
     return f"{metric.short}: {method} minus {baseline}: {gap}{over}{chance}: {verdict}"

@@ -10,6 +10,7 @@ from fednl.evaluation.closing import share_closed
 from fednl.evaluation.measures import METRICS, NEEDLES
 from fednl.evaluation.outcomes import values_by_client
 from fednl.evaluation.rows import MACRO, Row
+from fednl.evaluation.statistics import told_ends
 from fednl.report.cells import cell
 from fednl.reproduce import page, papers, settings
 from fednl.reproduce.comparison import (
@@ -112,15 +113,16 @@ def rows_of(
         return rows
     for metric in _CLOSED:
         values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
-        row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric, "tokens": one.tokens}
+        row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric}
+        row |= {} if one.tokens is None else {"tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
         ends = (CEILING.name, FLOOR.name)
         if why := next(filter(None, (mark(end, one) or asked_others(answers, end, one) for end in ends)), ""):
             rows.append(row | {"note": why})
             continue
-        share = share_closed(values[0], values[1], values[2], seed)
+        share = share_closed(values[0], values[1], values[2], seed, shares=METRICS[metric].kind == "share")
         # Without a value: the floor is not told from the ceiling.
-        rows.append(row | (vars(share) if share else {}))
+        rows.append(row | ({"value": share.value, "n": share.n, **told_ends(share)} if share else {}))
     return rows
 
 
@@ -134,9 +136,18 @@ def closed_lines(rows: Sequence[Row], one: Asked) -> list[str]:
         elif "value" not in row:
             shown.append(f"- {what}: no share, as floor and ceiling are not told apart")
         else:
-            ends = cell({**row, "client": MACRO}, "candidates")
-            shown.append(f"- {what}: {ends}% of the way from floor to ceiling, n = {row['n']}")
+            told = cell({**row, "client": MACRO}, "candidates")
+            shown.append(f"- {what}: {told}% of the way from floor to ceiling, n = {row['n']}{_without(row)}")
     return [f"### Closed by FedNL ({page.MEASURED})", "\n".join(shown)] if shown else []
+
+
+def _without(row: Row) -> str:
+    """Says why a share has no interval."""
+    if "low" in row:
+        return ""
+    end = {0.0: "the floor", 1.0: "the ceiling"}.get(row["value"])
+    alike = f"FedNL's outcomes are those of {end} at every question" if end else "it is the same whatever is drawn"
+    return f"; no interval, as {alike}: that is no certainty"
 
 
 def context_tokens(out: Run) -> int | None:
@@ -155,10 +166,11 @@ def _why_not(line: str, one: Asked, out: Path, reach: int | None) -> str:
     return _outside(line, one.tokens, reach) or other
 
 
-def _outside(line: str, tokens: int, reach: int | None) -> str:
+def _outside(line: str, tokens: int | None, reach: int | None) -> str:
     """What is said of full attention beyond the text that the backbone was trained on."""
     grows = any(word in line for word in _GROWS)
-    return "outside trained range" if grows and reach is not None and tokens > reach else ""
+    far = reach is not None and tokens is not None and tokens > reach
+    return "outside trained range" if grows and far else ""
 
 
 _READING = (
