@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fednl.errors import SettingsError
@@ -59,10 +60,9 @@ def _check_alike(folders: Sequence[Run]) -> None:
     settings: dict[str, Run] = {}
     seeds: dict[int, Run] = {}
     for folder in folders:
-        configs = {path.parent.name: Run(path.parent) for path in sorted(folder.path.glob("*/config.json"))}
-        read = {name: run.read_json("config.json") for name, run in configs.items()}
+        read = _configs(folder)
         for name, config in read.items():
-            key = json.dumps([name, same_but_seed(config)], sort_keys=True)
+            key = json.dumps([name, _of_any_folder(same_but_seed(config), folder.path)], sort_keys=True)
             settings.setdefault(key, folder)
         seed = next((int(config["run"]["seed"]) for config in read.values()), 0)
         if (other := seeds.setdefault(seed, folder)) is not folder:
@@ -77,3 +77,28 @@ def _check_alike(folders: Sequence[Run]) -> None:
             f"{', '.join(unlike)} differ in more than their seed, so they say nothing together: make each with the "
             "same fednl and --set, and another run.seed."
         )
+
+
+def _configs(folder: Run) -> dict[str, dict[str, Any]]:
+    """The settings of a table's runs, by name."""
+    found = [path for path in sorted(folder.path.glob("*/config.json")) if _is_of_a_run(path)]
+    return {path.parent.name: Run(path.parent).read_json("config.json") for path in found}
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """A backbone that lies beside the runs, as at the scale tiny, has a `config.json` too."""
+    try:
+        return "format" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return True  # whoever reads it says what is wrong with it
+
+
+def _of_any_folder(value: Any, folder: Path) -> Any:
+    """Settings in which a path to something inside a table's folder is the same for every such folder."""
+    if isinstance(value, dict):
+        return {key: _of_any_folder(one, folder) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_of_any_folder(one, folder) for one in value]
+    parts = Path(value).parts if isinstance(value, str) and "/" in value else ()
+    inside = [Path(*parts[first:]) for first in range(1, len(parts))]
+    return next((f"{{folder}}/{tail}" for tail in inside if (folder / tail).exists()), value)

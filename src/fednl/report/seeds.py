@@ -9,12 +9,15 @@ from fednl.evaluation.measures import METRICS
 from fednl.evaluation.rows import Row
 from fednl.evaluation.seeds import LEAST_SEEDS, OverSeeds, over_seeds, same_but_seed
 from fednl.evaluation.settings import ARMS
-from fednl.report.words import escape, markdown_table
+from fednl.evaluation.statistics import told_ends
+from fednl.report.cells import bracket
+from fednl.report.words import escape, markdown_table, number
 from fednl.runs import Run
 
 HOW_TO_READ = (
     f"Macro differences, first arm minus second; in brackets Student's 95% interval over training seeds. "
-    f"A method is called better or worse with {LEAST_SEEDS} or more seeds, and an interval without 0."
+    f"A method is called better or worse with {LEAST_SEEDS} or more seeds, and an interval without 0; each line is "
+    "judged by itself."
 )
 
 
@@ -63,9 +66,11 @@ def _line(one: OverSeeds) -> list[str]:
     metric = METRICS[one.of]
     scale, form, unit = metric.scale, f"+{metric.form}", metric.gap_unit
     names = [escape(ARMS.get(arm, arm)) for arm in (one.method, one.baseline)]
+    what = " minus ".join(names) + (f", from token {number(one.from_token)}" if one.from_token is not None else "")
+    if one.metric == "share_closed":
+        scale, form, unit, what = 100.0, ".1f", "%", f"{names[0]}: closed of the way from {names[1]}"
     by_seed = ", ".join(f"{format(scale * value, form)} ({seed})" for seed, value in sorted(one.by_seed.items()))
     mean = "-"
     if one.interval is not None:
-        low, high = (format(scale * end, form) for end in (one.interval.low, one.interval.high))
-        mean = f"{format(scale * one.interval.mean, form)} {unit} [{low}, {high}]"
-    return [" minus ".join(names), escape(one.of), by_seed, mean, one.verdict]
+        mean = f"{format(scale * one.interval.mean, form)} {unit}{bracket(told_ends(one.interval), scale, form)}"
+    return [what, escape(one.of), by_seed or "-", mean, escape(one.verdict) or "-"]

@@ -12,6 +12,7 @@ from fednl.arms import make_algorithm
 from fednl.config import Config
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
+from fednl.evaluation.seeds import FREE
 from fednl.federation.checkpoint import read_tensors
 from fednl.measuring import changed_settings, results_name
 from fednl.runs import Run
@@ -19,21 +20,11 @@ from fednl.training import config_of, evaluate, resume, train
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 
-# They change how fast a run goes or what is looked at afterwards, not what it trains.
-_FREE = {
-    ("backbone", "device"),
-    ("evaluation", "arms"),
-    ("evaluation", "batch"),
-    ("federation", "parallel-clients"),
-    ("federation", "keep-checkpoints"),
-    ("run", "out"),
-}
-
 
 def run_at(folder: Path, config: Config, on_event: OnEvent = lambda event: None) -> Run:
     """The run in a folder: made, gone on with, or as it is.
 
-    Only what changes neither its rules nor its questions may be other than it began with: arms, batch of the
+    Only what changes neither its rules nor its questions may be other than it began with (`FREE`): arms, batch of the
     evaluation, worker processes, device. A setting that is younger than the run has its default.
 
     Raises:
@@ -47,7 +38,7 @@ def run_at(folder: Path, config: Config, on_event: OnEvent = lambda event: None)
     for section in dict.fromkeys([*then, *now]):
         before, after = then.get(section, {}), now.get(section, {})
         for key in dict.fromkeys([*before, *after]):
-            if before.get(key) != after.get(key) and (section, key) not in _FREE:
+            if before.get(key) != after.get(key) and (section, key) not in FREE:
                 raise SettingsError(
                     f"{folder} holds a run with [{section}] {key} = {json.dumps(before.get(key))}, and now it is "
                     f"{json.dumps(after.get(key))}: put that back, or name another --out."
