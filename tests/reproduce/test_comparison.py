@@ -10,7 +10,7 @@ from typing import Any
 
 from fednl.evaluation.outcomes import Outcome
 from fednl.reproduce import needles, table_named
-from fednl.reproduce.comparison import Asked, Shown, above_chance, answered, written
+from fednl.reproduce.comparison import Asked, Shown, above_chance, answered, comparison_rows, written
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method
 from fednl.runs import Run
@@ -62,6 +62,12 @@ def test_lengths_that_share_a_run_are_measured_one_after_the_other_on_their_own_
     assert list(page["1"]) == ["a", "b", "c"] and list(page["2"]) == ["a", "b"]
 
 
+def test_where_prompts_have_no_common_length_rows_have_none() -> None:
+    one = Asked("x", "x", (Line("a", Method("a")),), ("candidates",))
+    rows = comparison_rows({"a": outcomes(9, 1.0), "b": outcomes(8, 1.0)}, one, 0)
+    assert any(row["metric"] == "difference" for row in rows) and not any("tokens" in row for row in rows)
+
+
 def test_a_line_is_told_from_guessing_where_its_interval_lies_above_chance() -> None:
     common = {"metric": "candidates", "client": "macro", "chance": 0.25}
     rows = [{**common, "method": "a", "low": 0.26}, {**common, "method": "b", "low": 0.25}]
@@ -72,7 +78,7 @@ def test_a_line_is_told_from_guessing_where_its_interval_lies_above_chance() -> 
 def outcomes(right: int, nats: float) -> list[Outcome]:
     """Fifteen answers of each of two clients, so many of them right."""
     return [
-        Outcome(client, at, int(at >= right), 0, at < right, at < right, nats + 0.01 * at, 1.0, 3)
+        Outcome(client, at, int(at >= right), 0, at < right, at < right, nats * (1 + 0.01 * at), 1.0, 3)
         for client in ("passkey", "uuid-code")
         for at in range(15)
     ]

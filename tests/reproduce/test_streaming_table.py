@@ -12,6 +12,7 @@ import pytest
 
 from fednl.data.fillers import load_filler, split_regions
 from fednl.errors import DataError, Interrupted, SettingsError
+from fednl.evaluation.streaming import StreamNats
 from fednl.models.tiny import byte_tokenizer
 from fednl.reproduce import reading, streaming, table_named
 from fednl.reproduce.sitting import Sitting
@@ -67,12 +68,39 @@ def test_coarse_bins_are_made_of_fine_ones_and_the_cache_does_not_grow(folder: P
 
 
 def test_the_papers_change_stands_beside_ours_of_both_arms(folder: Path) -> None:
-    text = reproduce(folder)
+    names = [*(line.name for line in streaming.LINES), "FedAvg"]
+    lines = beside(reproduce(folder))
+    assert list(lines) == names and lines["FedNL"][1] == "-2.1" and lines["the same window, no memory"][1] == "-"
+    assert not any("[" in line[0] for line in lines.values())  # two texts have no interval
+    arms = {
+        arm: [
+            StreamNats((start,) * 16 + (0.9 * start + text / 10,), (63, *[64] * 16), (4,) * 17, (9,) * 17)
+            for text in range(4)
+        ]
+        for arm, start in (("federated", 2.0), ("window-only", 3.0))
+    }
+    page = streaming.written(Sitting(table_named("streaming"), "tiny", folder), {1100: arms})
+    lines = beside(page.text)
+    # From 2.0 to 1.8, 1.9, 2.0 and 2.1: -2.5% on average.
+    assert lines["FedNL"][0].startswith("-2.5 [") and lines["the same window, no memory"][0].startswith("-5.0 [")
+
+
+def beside(text: str) -> dict[str, list[str]]:
+    """The lines of a page's first table: ours and the paper's cell."""
     first = next(part for part in text.split("\n\n") if part.startswith("| method"))
-    lines = {line.split("|")[1].strip(): line.split("|")[2:4] for line in first.splitlines()[2:]}
-    assert list(lines) == [*(line.name for line in streaming.LINES), "FedAvg"]
-    assert lines["FedNL"][1].strip() == "-2.1" and "[" in lines["FedNL"][0]
-    assert "[" in lines["the same window, no memory"][0] and lines["the same window, no memory"][1].strip() == "-"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()[2:]]
+    return {line[0]: line[1:] for line in cells}
+
+
+def test_all_lengths_that_are_asked_for_stand_on_one_page(folder: Path) -> None:
+    text = reproduce(folder, asked_lengths=(130, 65))
+    assert (folder / "report-130-65.md").read_text() == text
+    for tokens in (130, 65):
+        assert f"n = 2 of 2 held-out texts of {tokens} tokens" in text
+        assert f"## Bins of 1,024 tokens, {tokens} tokens (measured here)" in text
+        assert f"change from the first 1,024 tokens to the last, %, {tokens} tokens (measured here)" in text
+        assert (folder / f"results/streaming-{tokens}.json").exists()
+    assert text.count("### The runs") == text.count("# streaming, scale tiny") == 1
 
 
 def test_the_texts_are_of_held_out_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

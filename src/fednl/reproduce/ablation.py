@@ -10,8 +10,8 @@ from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import MACRO, Row, result_rows
 from fednl.reproduce import page, papers
 from fednl.reproduce.sitting import Sitting
-from fednl.reproduce.streaming import PAPER_SETS, SMALL_SETS, TINY_SETS
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
+from fednl.reproduce.text_sets import PAPER_SETS, SMALL_SETS, TINY_SETS
 from fednl.runs import Run
 
 FULL = Method("full")

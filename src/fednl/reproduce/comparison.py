@@ -32,7 +32,7 @@ class Asked:
         lines: who is asked, in the table's order.
         metrics: names in `METRICS`; the first stands beside the papers'.
         changed: settings under which the runs answer, where they are not their own, as for `fednl eval --set`.
-        tokens: prompt length.
+        tokens: prompt length; None where prompts have no common one.
         chance: how often guessing is right.
     """
 
@@ -41,7 +41,7 @@ class Asked:
     lines: tuple[Line, ...]
     metrics: tuple[str, ...]
     changed: tuple[str, ...] = ()
-    tokens: int = 0
+    tokens: int | None = None
     chance: float = CHANCE
 
 

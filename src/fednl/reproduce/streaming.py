@@ -15,6 +15,7 @@ from fednl.reproduce.keeping import is_kept, kept
 from fednl.reproduce.reading import CLOSED, FEDNL, FINE_TOKENS, OPEN, Reader
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Page, Scale, Table
+from fednl.reproduce.text_sets import PAPER_SETS, SMALL_SETS, TINY_SETS
 from fednl.runs import Run
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def work(sitting: Sitting) -> Iterator[Page]:
             f"name {_LEAST_TOKENS} tokens or more."
         )
     run = sitting.run(FEDNL)
-    for tokens in sitting.lengths:
+    read: dict[int, Mapping[str, Sequence[StreamNats]]] = {}
+    for tokens in dict.fromkeys(sitting.lengths):
         texts = TEXTS[sitting.scale]
         asked = [(arm, text) for text in range(texts) for arm in (OPEN, CLOSED)]
         reader = Reader(sitting, run, tokens, texts)
@@ -53,7 +55,8 @@ def work(sitting: Sitting) -> Iterator[Page]:
         named = None if is_kept(path, asked) else reader.named()
         for count in range(1, texts + 1):
             found = kept(path, asked[: 2 * count], reader.read, named=named)
-            yield written(sitting, tokens, _by_arm(found))
+            read[tokens] = _by_arm(found)
+            yield written(sitting, read)
 
 
 def _by_arm(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, list[StreamNats]]:
@@ -65,49 +68,63 @@ def _by_arm(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, lis
     return arms
 
 
-def written(sitting: Sitting, tokens: int, arms: Mapping[str, Sequence[StreamNats]]) -> Page:
-    """The tables of the texts read so far.
+def written(sitting: Sitting, read: Mapping[int, Mapping[str, Sequence[StreamNats]]]) -> Page:
+    """The tables of the texts read so far, length by length on one page.
 
     Args:
         sitting: whose folder says what the run was.
-        tokens: tokens a text.
-        arms: arm -> how it read each text, in fine bins.
+        read: tokens a text -> arm -> how it read each text, in fine bins.
     """
-    from fednl.evaluation.streaming import coarser, streaming_rows
-
-    seed = sitting.config(FEDNL).run.seed
-    whole = {arm: [coarser(one, BIN_TOKENS // FINE_TOKENS) for one in read] for arm, read in arms.items()}
-    rows = streaming_rows(whole, seed=seed, bin_tokens=BIN_TOKENS)
-    cold = [row for row in streaming_rows(arms, seed=seed, bin_tokens=FINE_TOKENS) if row["from_token"] < COLD_TOKENS]
-    last = max(row["bin"] for row in rows)
-    heading = f"change from the first {BIN_TOKENS:,} tokens to the last, %"
-    ends = [row for row in rows if (row["metric"], row["bin"]) == ("change_percent", last)]
-    # Of one bin there is no change.
-    changes = {_line(row): _shown(row, "+.1f") for row in ends if last}
-    read = len(arms[OPEN])
+    parts, ours = [], {}
+    measured: dict[str, Sequence[Row]] = {}
+    for tokens, arms in read.items():
+        rows, cold = _rows(arms, sitting.config(FEDNL).run.seed)
+        measured |= {f"streaming-{tokens}": rows, f"cold-start-{tokens}": cold}
+        where = f", {tokens:,} tokens" if len(sitting.lengths) > 1 else ""
+        ours[f"change from the first {BIN_TOKENS:,} tokens to the last, %{where}"] = _changes(rows)
+        parts += [
+            f"n = {len(arms[OPEN])} of {TEXTS[sitting.scale]} held-out texts of {tokens:,} tokens; every token but the "
+            f"first is scored once. {_INTERVALS}",
+            f"## Bins of {BIN_TOKENS:,} tokens{where} ({page.MEASURED})",
+            bins_table(rows),
+            summary(rows),
+            f"## Cold start: bins of {FINE_TOKENS} tokens{where} ({page.MEASURED})",
+            bins_table(cold),
+            summary(cold),
+        ]
     parts = [
         page.head(sitting),
-        page.beside([heading], {heading: changes}, (papers.STREAMING,), LINES),
-        f"n = {read} of {TEXTS[sitting.scale]} held-out texts of {tokens:,} tokens; every token but the "
-        f"first is scored once. {_INTERVALS}",
-        f"## Bins of {BIN_TOKENS:,} tokens ({page.MEASURED})",
-        bins_table(rows),
-        summary(rows),
-        f"## Cold start: bins of {FINE_TOKENS} tokens ({page.MEASURED})",
-        bins_table(cold),
-        summary(cold),
+        page.beside(list(ours), ours, (papers.STREAMING,), LINES),
+        *parts,
         "## The paper",
         page.as_published(papers.STREAMING),
         "## How it was made",
         *page.runs_table(Run(sitting.out), sitting.numbers_shared(LINES), sitting.size),
         *page.setup(Run(sitting.out / FEDNL.name)),
     ]
-    return Page("\n\n".join(parts) + "\n", {f"streaming-{tokens}": rows, f"cold-start-{tokens}": cold})
+    return Page("\n\n".join(parts) + "\n", measured)
+
+
+def _rows(arms: Mapping[str, Sequence[StreamNats]], seed: int) -> tuple[list[Row], list[Row]]:
+    """The rows of coarse bins, and those of the fine ones that are the cold start."""
+    from fednl.evaluation.streaming import coarser, streaming_rows
+
+    whole = {arm: [coarser(one, BIN_TOKENS // FINE_TOKENS) for one in read] for arm, read in arms.items()}
+    fine = streaming_rows(arms, seed=seed, bin_tokens=FINE_TOKENS)
+    cold = [row for row in fine if row["from_token"] < COLD_TOKENS]
+    return streaming_rows(whole, seed=seed, bin_tokens=BIN_TOKENS), cold
+
+
+def _changes(rows: Sequence[Row]) -> dict[str, str]:
+    """Each line's cell of how its last bin differs from its first; of one bin there is no change."""
+    last = max(row["bin"] for row in rows)
+    found = [row for row in rows if (row["metric"], row["bin"]) == ("change_percent", last)]
+    return {_line(row): _shown(row, "+.1f") for row in found if last}
 
 
 _INTERVALS = (
-    "In brackets: 95% intervals over the texts (bootstrap), of differences paired by text. They do not cover another "
-    "training seed."
+    "In brackets: 95% intervals over the texts (bootstrap), of differences paired by text, from three texts on that "
+    "vary. They do not cover another training seed."
 )
 
 
@@ -157,65 +174,6 @@ def _shown(row: Row, form: str) -> str:
     return f"{format(row['value'], form)}{bracket(row, 1, form)}"
 
 
-_TASK = ("data.task=text", 'evaluation.arms=["window-only", "federated"]')
-NEWS = ("business", "entertainment", "sports", "politics", "tech")
-"""The classes of the packaged news; in every scale the last two are held out."""
-NEWS_SETS = (
-    *_TASK,
-    "text.sources=[" + ", ".join(f'"bbc-news/{name}"' for name in NEWS) + "]",
-    "data.clients=5",
-    'data.hold-out-clients=["politics", "tech"]',
-    "data.validation=0",
-)
-TINY_SETS = (
-    *_TASK,
-    'text.sources=["generated"]',
-    "data.clients=1",
-    "data.tokens=40",
-    "data.train=4",
-    "data.validation=0",
-    "data.test=2",
-    'memory.layers="last:1"',
-    "memory.rank=2",
-    "memory.window-tokens=16",
-    "training.rounds=1",
-    "training.local-steps=1",
-    "training.batch=2",
-)
-SMALL_SETS = (
-    *NEWS_SETS,
-    "backbone.id=smollm2-135m",
-    "backbone.dtype=auto",
-    "data.tokens=256",
-    "data.train=400",
-    "data.test=6",
-    'memory.layers="8,9,14-23"',
-    "memory.rank=8",
-    "memory.window-tokens=64",
-    "memory.start=fresh",
-    "training.local-steps=6",
-    "training.rounds=2",
-    "training.batch=1",
-    "training.local-lr=1e-2",
-    "evaluation.batch=1",
-)
-PAPER_SETS = (
-    *NEWS_SETS,
-    "backbone.id=meta-llama/Llama-3.2-1B",
-    "backbone.dtype=bfloat16",
-    "data.tokens=4096",
-    "data.train=750",
-    "data.test=15",
-    'memory.layers="last:8"',
-    "memory.rank=8",
-    "memory.window-tokens=256",
-    "memory.start=fresh",
-    "training.rounds=2",
-    "training.local-steps=188",
-    "training.batch=4",
-    "training.local-lr=3e-3",
-    "evaluation.batch=1",
-)
 TABLE = Table(
     name="streaming",
     about="Clients teach the rules on their own news; texts of domains that none of them holds are then read from "
