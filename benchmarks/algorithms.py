@@ -162,7 +162,7 @@ def nats(run: Run, arm: str) -> dict[str, list[float]]:
 
 def closed(run: Run, ends: Sequence[dict[str, list[float]]]) -> str:
     """The cell of how much of the way from FedAvg to the pooled learner a run goes, %, where both are there."""
-    share = share_closed(nats(run, "federated"), *ends, seed=0) if ends else None
+    share = share_closed(nats(run, "federated"), *ends, seed=0, shares=False) if ends else None
     return cell({"value": share.value, **told_ends(share)}, 100, ".1f") if share else "-"
 
 

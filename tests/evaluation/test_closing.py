@@ -13,10 +13,10 @@ CEILING = {"a": [1.0] * 40, "b": [1.0, 1.0, 1.0, 0.0] * 10}
 
 def test_floor_is_zero_ceiling_is_one_and_the_middle_is_a_half() -> None:
     for ours, share in ((FLOOR, 0.0), (CEILING, 1.0)):
-        closed = share_closed(ours, FLOOR, CEILING, seed=0)
+        closed = share_closed(ours, FLOOR, CEILING, seed=0, shares=True)
         assert closed is not None and (closed.value, closed.low, closed.high, closed.n) == (share, share, share, 80)
     half = {name: [(x + y) / 2 for x, y in zip(FLOOR[name], CEILING[name], strict=True)] for name in FLOOR}
-    middle = share_closed(half, FLOOR, CEILING, seed=0)
+    middle = share_closed(half, FLOOR, CEILING, seed=0, shares=True)
     assert middle is not None
     assert (middle.value, middle.low, middle.high) == pytest.approx((0.5, 0.5, 0.5))
 
@@ -24,7 +24,7 @@ def test_floor_is_zero_ceiling_is_one_and_the_middle_is_a_half() -> None:
 def test_a_loss_gives_the_same_share_as_its_negative() -> None:
     ours = {"a": [0.0, 1.0, 1.0, 0.0] * 10, "b": [1.0, 0.0] * 20}
     negative = [{name: [-x for x in values] for name, values in part.items()} for part in (ours, FLOOR, CEILING)]
-    share, mirrored = share_closed(ours, FLOOR, CEILING, seed=3), share_closed(*negative, seed=3)
+    share, mirrored = share_closed(ours, FLOOR, CEILING, 3, shares=False), share_closed(*negative, 3, shares=False)
     assert share is not None and mirrored is not None
     assert (share.value, share.low, share.high) == pytest.approx((mirrored.value, mirrored.low, mirrored.high))
     # By hand: ours averages (0.5 + 0.5) / 2, the floor (0.25 + 0) / 2, the ceiling (1 + 0.75) / 2.
@@ -53,17 +53,17 @@ def test_a_way_is_there_where_the_table_tells_its_ends_apart(wins: int, told: bo
     rows = result_rows({"c": answered[0], "f": answered[1]}, seed=0, metrics=["candidates"], pairs=[("c", "f")])
     assert next(row["verdict"] == "better" for row in rows if row["metric"] == "difference") == told
     # As losses, with whatever test losses have: a way with an interval without 0.
-    assert share_closed(floor, floor, ceiling, seed=0) is not None
+    assert share_closed(floor, floor, ceiling, seed=0, shares=False) is not None
 
 
 def test_there_is_no_share_of_a_way_that_is_not_there() -> None:
     noise = {"a": [1.0, 0.0] * 20, "b": [0.0, 1.0] * 20}
     swapped = {"a": [0.0, 1.0] * 20, "b": [1.0, 0.0] * 20}
-    assert share_closed(CEILING, noise, swapped, seed=0) is None
+    assert share_closed(CEILING, noise, swapped, seed=0, shares=True) is None
 
 
 def test_other_questions_are_refused() -> None:
     with pytest.raises(ValueError, match="same clients"):
-        share_closed(FLOOR, FLOOR, {"a": CEILING["a"]}, seed=0)
+        share_closed(FLOOR, FLOOR, {"a": CEILING["a"]}, seed=0, shares=True)
     with pytest.raises(ValueError):
-        share_closed({"a": [1.0], "b": [1.0]}, FLOOR, CEILING, seed=0)
+        share_closed({"a": [1.0], "b": [1.0]}, FLOOR, CEILING, seed=0, shares=True)

@@ -9,7 +9,7 @@ from fednl.evaluation.statistics import LEVEL, Interval, has_spread, macro_diffe
 
 
 def share_closed(
-    ours: Values, floor: Values, ceiling: Values, seed: int, resamples: int = 10_000, *, shares: bool = False
+    ours: Values, floor: Values, ceiling: Values, seed: int, resamples: int = 10_000, *, shares: bool
 ) -> Interval | None:
     """Gives (ours - floor) / (ceiling - floor) of the macro averages, with a paired bootstrap interval over questions.
 
