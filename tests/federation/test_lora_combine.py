@@ -49,30 +49,29 @@ def test_with_one_rank_for_all_it_is_the_rule_of_the_settings_to_the_bit(
         assert (ranked.result().extra, ranked.result().num_examples) == ({}, plain.result().num_examples)
 
 
-def test_a_component_counts_once_for_those_who_have_it() -> None:
-    combiner, low, high = LoraCombiner(FedAvg(shared="all"), CombineSettings(), full(seed=9), 3), full(1, 1), full(3, 2)
+def test_a_component_counts_for_those_who_have_it() -> None:
+    low, high, sent = full(1, 1), full(3, 2), full(seed=9)
+    combiner = LoraCombiner(FedAvg(shared="all"), CombineSettings(), sent, 3, ranks=[3, 1])
     combiner.add(Message(low, num_examples=3))
     combiner.add(Message(high, num_examples=1))
     combiner.add(Message(full(seed=3)))
     got = combiner.result().params
     torch.testing.assert_close(got[A][0], (3 * low[A][0] + high[A][0]) / 4)
     torch.testing.assert_close(got[B][:, 0], (3 * low[B][:, 0] + high[B][:, 0]) / 4)
-    # Only the second client has components 1 and 2: the product's share of them is its weight, once.
-    torch.testing.assert_close(got[A][1:3], high[A][1:3])
-    torch.testing.assert_close(got[B][:, 1:3], high[B][:, 1:3] / 4)
-    # Nobody has the last: it stays as it was in A, so that it can still be trained, and has no vote for B.
-    assert torch.equal(got[A][3], full(seed=9)[A][3]) and not got[B][:, 3].any()
+    # Only the second client has components 1 and 2, and what it sends of them is their mean.
+    assert torch.equal(got[A][1:3], high[A][1:3]) and torch.equal(got[B][:, 1:3], high[B][:, 1:3])
+    # Nobody who counts has the last: it stays as it was sent out.
+    assert torch.equal(got[A][3], sent[A][3]) and torch.equal(got[B][:, 3], sent[B][:, 3])
     torch.testing.assert_close(got[GATE], (3 * low[GATE] + high[GATE]) / 4)
     assert equal(combiner.result().params, got)
 
 
 def test_the_mean_product_is_handed_on_to_who_asks_for_it() -> None:
-    combiner, one, other = (
-        LoraCombiner(FlexLora(shared="all"), CombineSettings(weights="uniform"), full(), 2),
-        full(1, 1),
-        full(3, 2),
-    )
+    combine, one, other, sent = CombineSettings(weights="uniform"), full(1, 1), full(3, 2), full()
+    combiner = LoraCombiner(FlexLora(shared="all"), combine, sent, 2, ranks=[1, 3])
     combiner.add(Message(one, num_examples=3))
     combiner.add(Message(other, num_examples=1))
     extra = combiner.result().extra
-    torch.testing.assert_close(extra[B] @ extra[A], (one[B] @ one[A] + other[B] @ other[A]) / 2)
+    first = (one[B] @ one[A] + other[B][:, :1] @ other[A][:1]) / 2
+    alone = other[B][:, 1:] @ other[A][1:] + sent[B][:, 3:] @ sent[A][3:]
+    torch.testing.assert_close(extra[B] @ extra[A], first + alone)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fednl.errors import SettingsError
+from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.ffa_lora import FfaLora
 from fednl.federation.algorithms.flexlora import FlexLora
-from fednl.federation.algorithms.scaffold import Scaffold
-from fednl.federation.exchange import CombineSettings, Exchange, check_exchange
-from fednl.federation.lora_ranks import Ranks, check_ranks, cut, padded
+from fednl.federation.algorithms.flora import Flora, FloraSettings
+from fednl.federation.algorithms.local_only import LocalOnly
+from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings, check_exchange
+from fednl.federation.lora_ranks import Ranks, check_ranks, cut, offered, padded
 from fednl.federation.params import Params, equal
 from fednl.federation.settings import FederationSettings
 
@@ -56,7 +60,6 @@ def test_zero_components_neither_change_the_product_nor_learn() -> None:
     [
         (FedAvg(shared="all"), [A, B, GATE], ["pasky=2"], 'lora-ranks names "pasky=2"'),
         (FedAvg(shared="memory"), [GATE], ["passkey=2"], 'add "lora"'),
-        (Scaffold(shared="all"), [A, B, GATE], ["passkey=2"], "Scaffold sends tensors"),
         (FlexLora(shared="memory"), [GATE], [], "no pair of LoRA factors"),
         (FlexLora(shared=("gate", B)), [B, GATE], [], "no pair of LoRA factors"),
         (FfaLora(shared="memory"), [GATE], [], 'shared = "memory" lets no LoRA factor out, of which FfaLora'),
@@ -78,3 +81,26 @@ def test_what_bounds_rules_one_by_one_does_not_fit_products_or_unlike_ranks(
 ) -> None:
     with pytest.raises(SettingsError, match="which \\[combine\\] cannot bound"):
         check_exchange(Exchange(combine=combine), federation, algorithm.traits)
+
+
+@pytest.mark.parametrize("privacy", [{"mode": "central"}, {"mode": "local"}, {"secure": True}])
+def test_what_hides_single_updates_does_not_fit_unlike_ranks(privacy: dict[str, Any]) -> None:
+    exchange = Exchange(combine=CombineSettings(weights="uniform"), privacy=PrivacySettings(**privacy))
+    with pytest.raises(SettingsError, match="lora-ranks needs more of single clients than"):
+        check_exchange(exchange, FederationSettings(lora_ranks=("a=1",)), FedAvg.traits)
+
+
+@pytest.mark.parametrize("kind", ["fedweit", "scaffold"])
+def test_what_is_sent_beside_the_rules_has_one_size(kind: str) -> None:
+    federation = FederationSettings(algorithm=kind, lora_ranks=("a=1",))
+    with pytest.raises(SettingsError, match=f'algorithm = "{kind}" sends tensors of one size beside the rules'):
+        check_exchange(PLAIN, federation, ALGORITHMS[kind].traits)
+
+
+def test_an_algorithm_that_shares_nothing_takes_ranks_and_a_client_begins_with_its_own() -> None:
+    params = full()
+    check_ranks(LocalOnly(), {}, params, ["passkey=2"], ["name-date", "passkey"])
+    flora, entries = Flora(FloraSettings(merged_rank=1), "all"), ["passkey=2"]
+    assert equal(offered(flora, params, "passkey", entries), cut(params, 3))
+    assert equal(offered(FfaLora(shared="all"), params, "passkey", entries), {**params, B: params[B][:, :2]})
+    assert equal(offered(LocalOnly(), params, "passkey", entries), params)

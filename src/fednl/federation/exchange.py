@@ -165,6 +165,11 @@ def check_exchange(exchange: Exchange, federation: FederationSettings, traits: T
             f'[federation] algorithm = "{federation.algorithm}" sends more than rules, which [combine] cannot bound: '
             'set rule = "mean" and norm-cap = 0, or another algorithm.'
         )
+    if federation.lora_ranks and traits.sends_extra:
+        raise SettingsError(
+            f'[federation] lora-ranks is set, but algorithm = "{federation.algorithm}" sends tensors of one size '
+            'beside the rules; leave it out, or choose algorithm = "fedavg" or "flexlora".'
+        )
     if (traits.averages_products or federation.lora_ranks) and not combine.is_plain:
         what = f'algorithm = "{federation.algorithm}"' if traits.averages_products else "lora-ranks"
         raise SettingsError(

@@ -18,7 +18,7 @@ from fednl.federation.groups import check_shared
 from fednl.federation.ledger import Ledger
 from fednl.federation.letters import Letters, message_of, tell_sizes, told_after
 from fednl.federation.lora_combine import LoraCombiner
-from fednl.federation.lora_ranks import check_ranks
+from fednl.federation.lora_ranks import Ranks, check_ranks
 from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, finite
@@ -222,7 +222,8 @@ def _combiner(
         return MaskedMean(shared, noise)
     if noise is not None:
         return noise.starting_from(shared)
-    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round)
+    ranks = Ranks(fed.settings.lora_ranks).all
+    combiner = LoraCombiner(fed.algorithm, fed.exchange.combine, shared, fed.asked_per_round, ranks)
     return Apart(fed.algorithm, combiner) if fed.algorithm.apart(fed.algorithm.extra(shared)) else combiner
 
 

@@ -63,13 +63,18 @@ class ProductMean:
             else:
                 self._whole[site] = left @ right
 
-    def result(self) -> Params:
-        """Gives the mean as factors under the sites' own names, in float64: `B @ A` is the mean product."""
+    def result(self, weight: float | None = None) -> Params:
+        """Gives the mean as factors under the sites' own names, in float64: `B @ A` is the mean product.
+
+        Args:
+            weight: what the sum is divided by; None for the weight of what came.
+        """
+        weight = self.weight if weight is None else weight
         found = {**self._factors, **{site: _as_factors(product) for site, product in self._whole.items()}}
         return {
             name: tensor
             for site, (left, right) in found.items()
-            for name, tensor in ((site + _A, right), (site + _B, left / self.weight))
+            for name, tensor in ((site + _A, right), (site + _B, left / weight))
         }
 
 

@@ -1,9 +1,9 @@
-"""Clients whose LoRA has a lower rank than the server's: who has which, what each gets, the mean of what returns."""
+"""Clients whose LoRA has a lower rank than the server's: who has which, and what each gets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fednl.errors import SettingsError
 from fednl.federation.lora_products import pairs
-from fednl.federation.params import Params
+from fednl.federation.params import ClientState, Params
 
 if TYPE_CHECKING:
     from fednl.federation.algorithms.fedavg import FedAvg
@@ -28,6 +28,11 @@ class Ranks:
     def __init__(self, entries: Sequence[str] = ()) -> None:
         self._policy = [(pattern, int(rank)) for pattern, _, rank in (entry.rpartition("=") for entry in entries)]
 
+    @property
+    def all(self) -> list[int]:
+        """Every rank that it gives to some client."""
+        return [rank for _, rank in self._policy]
+
     def of(self, client: str) -> int | None:
         """Gives a client's rank; None for that of the server."""
         return next((rank for pattern, rank in self._policy if fnmatchcase(client, pattern)), None)
@@ -39,15 +44,14 @@ def check_ranks(
     """Refuses an algorithm, or ranks, for LoRA factors that do not travel as they would have to.
 
     Args:
-        algorithm: whose traits and extra tensors count.
+        algorithm: whose traits count.
         shared: what travels.
         params: all that is trained.
         entries: `[federation] lora-ranks`.
         clients: all names; a pattern that fits none is refused, as a misspelt one would change nothing.
 
     Raises:
-        SettingsError: the factors that the algorithm averages do not travel, or a pattern fits nobody, or the
-            algorithm sends tensors beside the rules, which ranks do not divide.
+        SettingsError: the factors that the algorithm averages do not travel, or a pattern fits nobody.
     """
     name = type(algorithm).__name__
     traits, out = algorithm.traits, f"[federation] shared = {json.dumps(algorithm.lets_out)}"
@@ -69,13 +73,43 @@ def check_ranks(
                 f"{', '.join(clients)}."
             )
     factors = [name for name in params if rank_axis(name) is not None]
-    if entries and factors and not any(name in shared for name in factors):
+    if entries and traits.shares and factors and not any(name in shared for name in factors):
         raise SettingsError('[federation] lora-ranks is set, but shared lets no LoRA factor out: add "lora" to it.')
-    if entries and traits.sends_extra:
-        raise SettingsError(
-            f"[federation] lora-ranks is set, but {name} sends tensors of one size beside the rules; leave it out, or "
-            'choose algorithm = "fedavg" or "flexlora".'
-        )
+
+
+def offered(algorithm: FedAvg, params: Params, client: str, entries: Sequence[str]) -> Params:
+    """Gives all rules as a client has them before it trains: the shared ones as it is sent them, of its own rank.
+
+    Args:
+        algorithm: whose `offer` says what goes out.
+        params: all rules, as the server has them; not copied.
+        client: its name.
+        entries: `[federation] lora-ranks`.
+    """
+    shared = {name: params[name] for name in algorithm.shared(params)}
+    return {**params, **algorithm.offer(shared, Ranks(entries).of(client))}
+
+
+def rules_by_client(
+    algorithm: FedAvg,
+    params: Params,
+    states: Mapping[str, ClientState],
+    clients: Iterable[str],
+    entries: Sequence[str],
+) -> dict[str, Params]:
+    """Gives the rules that each client answers with: what it would be sent, and what it keeps to itself.
+
+    Args:
+        algorithm: whose rules they are.
+        params: all rules, as the server has them.
+        states: the clients' states, as far as they have any.
+        clients: who answers, those who did not train too.
+        entries: `[federation] lora-ranks`.
+    """
+    return {
+        client: algorithm.answers(offered(algorithm, params, client, entries), states.get(client, {}))
+        for client in clients
+    }
 
 
 def cut(params: Mapping[str, Tensor], rank: int | None, skip: int = 0) -> Params:

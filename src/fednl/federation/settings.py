@@ -62,7 +62,8 @@ class FederationSettings(Section):
         shared: what leaves a client: a preset (`"memory"`, `"theta"`, `"lora"`, `"context"`, `"all"`), or a list of
             groups and name patterns. Everything else stays private to each client.
         lora_ranks: clients whose LoRA has a lower rank than `lora.rank`, as `"PATTERN=RANK"`; the first shell-style
-            pattern that fits a client's name counts, and the others have `lora.rank`.
+            pattern that fits a client's name counts, and the others have `lora.rank`. A component is averaged over
+            those who have it.
         clients_per_round: how many clients are asked in a round, drawn by seed; 0 asks all.
         quorum: how many valid replies a round needs to change the model; clients without examples count.
         pace: how long a client may take, in one word for both times below: `"patient"` leaves them as they are set,

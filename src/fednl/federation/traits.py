@@ -22,6 +22,8 @@ class Traits:
         needs_tasks: it is FedAvg until a task of a stream has ended; a report says so where none does.
         averages_products: its server reads the mean product of the clients' LoRA factors, which `combined.extra` then
             holds as factors under their own names; a rule that does not average cannot give it.
+        sends_change: the LoRA factors of a reply are the round's change itself, so that a component that a client lacks
+            is zero in the mean product; of others, it counts for those who have it.
         renews_factors: its LoRA factors are others every round, so nothing may be kept for single numbers of them.
     """
 
@@ -36,4 +38,5 @@ class Traits:
     needs_lora: bool = False
     needs_tasks: bool = False
     averages_products: bool = False
+    sends_change: bool = False
     renews_factors: bool = False

@@ -15,11 +15,12 @@ class FlexLora(FedAvg):
     """Averages B_k A_k, where FedAvg averages B_k and A_k, and sends the nearest factors of the server's rank.
 
     What the cut loses is `lora_error` in the round's row; it is nothing where the clients' ranks together do not exceed
-    the server's. A client of a lower rank (`federation.lora-ranks`) gets the nearest factors of its own. Other rules
-    than LoRA's are averaged as FedAvg does. The factors are others every round, so `training.optimizer-state` must
-    be `"reset"`; the payload is FedAvg's.
+    the server's. A client of a lower rank (`federation.lora-ranks`) gets the nearest factors of its own, and a
+    component counts for those who have it. Other rules than LoRA's are averaged as FedAvg does. The factors are others
+    every round, so `training.optimizer-state` must be `"reset"`; the payload is FedAvg's.
 
-    Source: Bai et al. 2024 (arXiv 2402.11505), section 3; how the product is split into factors is ours, see
+    Source: Bai et al. 2024 (arXiv 2402.11505), section 3, for one rank; with several the paper takes a component
+    that a client lacks as zero. How the product is split into factors is ours, see
     `fednl.federation.lora_products.truncated`.
     """
 

@@ -48,6 +48,7 @@ class Flora(FedAvg):
         identical_clients_unchanged=False,
         needs_lora=True,
         averages_products=True,
+        sends_change=True,
         renews_factors=True,
     )
 
