@@ -109,6 +109,11 @@ def algorithm_of(config: Config, arm: str) -> str:
     return {"": own, "alone": ALGORITHMS[own].alone, "pooled": ALGORITHMS[own].pooled}.get(kind, kind)
 
 
+def ranks_of(config: Config, arm: str) -> tuple[str, ...]:
+    """Gives `[federation] lora-ranks` for an arm: none for the pooled learner, who is none of the clients."""
+    return federation_of(config, arm).lora_ranks
+
+
 def adapters_of(config: Config, setup: Setup) -> list[tuple[str, Any]]:
     """Lists the adapters that a setup puts onto the backbone, in order: their kinds, and each one's settings."""
     memory, lora, own = config.memory, config.lora, config.federation.adapters

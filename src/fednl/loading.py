@@ -6,11 +6,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednl.arms import make_algorithm
+from fednl.arms import make_algorithm, ranks_of
 from fednl.config import Config
 from fednl.errors import CheckpointError, SettingsError
 from fednl.federation.checkpoint import load_round, read_tensors
 from fednl.federation.groups import group_of
+from fednl.federation.lora_ranks import padded, rules_by_client
 from fednl.memory.rules_file import TENSORS
 from fednl.models import loading
 from fednl.models.settings import BackboneSettings
@@ -20,7 +21,6 @@ from fednl.runs import Run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fednl.federation.algorithms import FedAvg
     from fednl.federation.params import Params
 
 
@@ -31,7 +31,8 @@ def load(
 
     A run's rules are the shared ones. What single clients keep to themselves (rules that do not travel, FedALA's
     mixtures) is in the checkpoints and not in `final/`, where those of the start stand: with `client` it is loaded, and
-    without a warning names it. FedWeIT's parts of each task are left out, as they depend on the question.
+    without a warning names it. Of a LoRA a client has as many components as it trains (`federation.lora-ranks`); the
+    others are zero. FedWeIT's parts of each task are left out, as they depend on the question.
 
     Args:
         path: a run's folder (its `final/` rules are taken), or a folder of rules such as a run's `best/` or
@@ -82,16 +83,18 @@ def _own(run: Run, folder: Path, client: str) -> Params:
     trained = dict.fromkeys(row["client"] for row in rows if row["split"] == "train" and row["n"])
     if client not in trained:
         raise SettingsError(f'client = "{client}" did not train in {run.path}; choose from {", ".join(trained)}.')
-    algorithm = _algorithm(run)
+    config = _config(run)
+    algorithm, ranks = make_algorithm(config, "federated"), ranks_of(config, "federated")
     params, header = read_tensors(folder / TENSORS)
-    state = load_round(run.path / "checkpoints", int(header.get("round", 0))).client_states.get(client, {})
-    return {name: tensor for name, tensor in algorithm.answers(params, state).items() if name in params}
+    states = load_round(run.path / "checkpoints", int(header.get("round", 0))).client_states
+    own = rules_by_client(algorithm, params, states, [client], ranks)[client]
+    return padded({name: tensor for name, tensor in own.items() if name in params}, params)
 
 
 def _tell(run: Run, folder: Path) -> None:
     """Warns of rules that stand as they began, since each client has its own; refuses where all do."""
     try:
-        algorithm, params = _algorithm(run), read_tensors(folder / TENSORS)[0]
+        algorithm, params = make_algorithm(_config(run), "federated"), read_tensors(folder / TENSORS)[0]
     except (SettingsError, CheckpointError):
         return  # loading says what is wrong
     together = {*algorithm.shared(params), *algorithm.given(params)}
@@ -110,5 +113,5 @@ def _tell(run: Run, folder: Path) -> None:
         )
 
 
-def _algorithm(run: Run) -> FedAvg:
-    return make_algorithm(Config.from_dict(run.read_json("config.json"), str(run.path / "config.json")), "federated")
+def _config(run: Run) -> Config:
+    return Config.from_dict(run.read_json("config.json"), str(run.path / "config.json"))

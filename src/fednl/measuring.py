@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fednl.answers import OUTCOMES, check_questions, earlier, keep
-from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
+from fednl.arms import TRAINED, VIEWS, inside, make_algorithm, ranks_of
 from fednl.config import Config
 from fednl.data.long_tail import thirds
 from fednl.data.tasks import not_read
@@ -23,6 +23,7 @@ from fednl.federation.checkpoint import load_newest, read_tensors
 from fednl.federation.groups import shared_groups
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
+from fednl.federation.lora_ranks import offered, rules_by_client
 from fednl.federation.params import Params
 from fednl.federation.pool import Job
 from fednl.federation.wire import pack, unpack
@@ -205,18 +206,18 @@ def score_arm(
 
 
 def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequence[str]) -> dict[str, Params]:
-    """The rules each client answers with: the shared ones, and its own where some are private."""
+    """The rules each client answers with: the shared ones, of its rank, and its own where some are private."""
     if not rules:
         return {client: {} for client in clients}
     if rules == "start":
-        start = unpack(do(pool, Job("start", {"setup": "own"})).blobs[0])[0]
-        return dict.fromkeys(clients, start)
+        start, own = unpack(do(pool, Job("start", {"setup": "own"})).blobs[0])[0], make_algorithm(config, "federated")
+        return {client: offered(own, start, client, config.federation.lora_ranks) for client in clients}
     path = run.path / inside(rules, "final/params.safetensors")
     params, header = read_tensors(path)
-    algorithm = make_algorithm(config, rules)
+    algorithm, ranks = make_algorithm(config, rules), ranks_of(config, rules)
     travels = len(algorithm.shared(params)) + len(algorithm.given(params))
     if travels == len(params) and not algorithm.traits.keeps_own:
-        return dict.fromkeys(clients, params)
+        return {client: offered(algorithm, params, client, ranks) for client in clients}
     folder = run.path / inside(rules, "checkpoints")
     checkpoint = load_newest(folder)
     if checkpoint is None or checkpoint.round != header.get("round"):
@@ -224,7 +225,7 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
             f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
             f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
         )
-    return {client: algorithm.answers(params, checkpoint.client_states.get(client, {})) for client in clients}
+    return rules_by_client(algorithm, params, checkpoint.client_states, clients, ranks)
 
 
 def _shared(run: Run, config: Config, rules: str) -> list[str]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fednl.answers import AFTER, OUTCOMES, earlier, keep
-from fednl.arms import TRAINED, VIEWS, inside, make_algorithm
+from fednl.arms import TRAINED, VIEWS, inside, make_algorithm, ranks_of
 from fednl.config import Config
 from fednl.data.stream import Stream
 from fednl.evaluation.outcomes import Outcome, unlike_questions
 from fednl.evaluation.stream import stream_rows
 from fednl.federation.checkpoint import load_round
 from fednl.federation.inline import Pool
+from fednl.federation.lora_ranks import rules_by_client
 from fednl.federation.params import Params
 from fednl.measuring import OnEvent, score_arm
 from fednl.runs import Run
@@ -70,7 +71,7 @@ def _shows_the_rules(arm: str) -> bool:
 
 
 def _rules_after(run: Run, config: Config, rules: str, round: int, clients: list[str]) -> dict[str, Params]:
-    """Each client's rules as they were after a round: the shared ones, and its own where some are private."""
+    """Each client's rules as they were after a round: the shared ones, of its rank, and its own where it has some."""
     checkpoint, algorithm = load_round(run.path / inside(rules, "checkpoints"), round), make_algorithm(config, rules)
-    states = checkpoint.client_states
-    return {client: algorithm.answers(checkpoint.params, states.get(client, {})) for client in clients}
+    ranks = ranks_of(config, rules)
+    return rules_by_client(algorithm, checkpoint.params, checkpoint.client_states, clients, ranks)

@@ -27,6 +27,7 @@ from fednl.federation.accounting import check_accounting
 from fednl.federation.inline import InlinePool, Pool
 from fednl.federation.jobs import answer_of, do
 from fednl.federation.loop import run_rounds
+from fednl.federation.lora_ranks import rules_by_client
 from fednl.federation.params import Params
 from fednl.federation.pool import Job
 from fednl.federation.record import Validation
@@ -206,6 +207,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
     }
     training = training_of(config, name, sum(map(bool, examples.values())))
     clients = {POOLED: sum(examples.values())} if kind.pooled else examples
+    settings = federation_of(config, name)
     by_task = {task: {client: found[client] for client in examples} for task, found in facts.get("tasks", {}).items()}
     outdated = [name]
 
@@ -222,7 +224,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
 
     def validate(round: int, params: Params) -> Validation:
         states = transport.states()
-        own = {client: algorithm.answers(params, states.get(client, {})) for client in sorted(examples)}
+        own = rules_by_client(algorithm, params, states, sorted(examples), settings.lora_ranks)
         jobs = [Job("validate", {"arm": name, "client": c}, (pack(rules),)) for c, rules in own.items()]
         # In the order of names, whoever answers first.
         told = {r.job.header["client"]: answer_of(r) for r in pool.map(jobs)}
@@ -241,7 +243,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         algorithm,
         transport,
         start,
-        federation_of(config, name),
+        settings,
         training,
         run,
         folder=kind.folder,
