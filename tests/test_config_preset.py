@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from fednl.arms import adapters_of
 from fednl.config import Config, load_config
 from fednl.errors import SettingsError
 from fednl.federation.algorithms import PRESETS
+from fednl.reproduce import settings as reproduce
 from fednl.training import train
 from small_run import settings, tiny_backbone
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def written(folder: Path, text: str) -> Path:
@@ -27,7 +31,7 @@ def test_a_preset_is_replaced_by_its_settings_and_those_beside_it_win(tmp_path: 
     config = load_config(written(tmp_path, f'{LORA}quorum = 2\nshared = ["*.lora_B"]\n[lora]\nalpha = 4.0\n'))
     federation, lora = config.federation, config.lora
     assert (federation.adapters, federation.algorithm, federation.quorum) == (("lora",), "fedavg", 2)
-    assert (federation.shared, lora.rank, lora.alpha) == (("*.lora_B",), 8, 4.0)
+    assert (federation.shared, lora.rank, lora.alpha) == (("*.lora_B",), 16, 4.0)
     assert "preset" not in config.to_dict()["federation"]
     assert load_config(written(tmp_path, config.to_toml())) == config
 
@@ -38,7 +42,7 @@ def test_an_overriding_preset_wins_over_the_file_and_other_overrides_over_it(tmp
     assert (config.federation.shared, config.lora.rank, config.lora.targets) == ("lora", 3, "all-linear")
     assert config.memory.layers != "none"
     again = Config().with_overrides(["federation.preset=fedavg-lora"])
-    assert (again.federation.shared, again.lora.rank) == ("lora", 8)
+    assert (again.federation.shared, again.lora.rank) == ("lora", 16)
     prox = Config().with_overrides(["federation.algorithm=fedprox", "fedprox.mu=0.5"])
     assert prox.with_overrides(["federation.preset=fednl"]).federation.algorithm == "fedavg"
 
@@ -59,6 +63,31 @@ def test_the_last_preset_that_is_named_wins_whole(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, ""), both) == load_config(written(tmp_path, ""), both[1:])
     explicit = ["memory.window-tokens=9", "federation.preset=fednl"]
     assert mamba.with_overrides(explicit).memory.window_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "sets"),
+    [
+        ("fednl", "needles", ()),
+        ("ifed-icl", "ifed-icl", ()),
+        ("fed-mamba", "fed-mamba", ()),
+        (
+            "fedavg-lora",
+            "needles",
+            (*reproduce.FEDAVG_LORA, "federation.adapters=lora", *reproduce.paper_lora(16, "1e-2")),
+        ),
+    ],
+)
+def test_a_preset_is_the_method_of_the_settings_that_reproduce_it(name: str, file: str, sets: tuple[str, ...]) -> None:
+    def method(config: Config) -> list[Any]:
+        own, lora = config.federation, config.lora
+        trained = (lora.rank, lora.scale_alpha, lora.targets) if lora.rank else ()
+        kinds = [kind for kind, _ in adapters_of(config, "own")]
+        return [kinds, own.algorithm, own.shared, trained, config.combine, config.privacy, config.method_settings]
+
+    preset = Config.from_dict({"federation": {"preset": name}})
+    told = load_config(CONFIGS / f"{file}.toml", sets)
+    assert method(preset) == method(told)
 
 
 @pytest.mark.parametrize(

@@ -102,4 +102,4 @@ def test_the_shipped_settings_are_the_preset() -> None:
     told = load_config("configs/fed-mamba.toml").to_dict()
     assert PRESETS["fed-mamba"]["federation"].items() <= {**told["federation"], "adapters": "lora"}.items()
     assert PRESETS["fed-mamba"]["memory"].items() <= told["memory"].items()
-    assert told["lora"]["targets"] == PRESETS["fed-mamba"]["lora"]["targets"] and told["lora"]["rank"] > 0
+    assert PRESETS["fed-mamba"]["lora"].items() <= told["lora"].items()
