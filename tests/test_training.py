@@ -337,3 +337,19 @@ def test_a_loaded_model_generates_with_a_private_memory(whole: Path) -> None:
     cache = MemoryCache(model)
     out = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
     assert cache.get_seq_length() == out.shape[1] - 1
+
+
+@pytest.mark.parametrize(("federation", "told"), [({"pace": "minutes"}, 1), ({}, 0)])
+def test_one_process_says_that_it_cannot_end_a_client_that_hangs(
+    backbone: Path, tmp_path: Path, federation: dict[str, Any], told: int
+) -> None:
+    notes: list[str] = []
+    small = {
+        "data": {"clients": 1, "train": 1, "validation": 0, "test": 1},
+        "training": {"rounds": 1, "local-steps": 1},
+    }
+    config = settings(backbone, federation=federation, evaluation={"arms": ["federated"]}, **small)
+    train(config, tmp_path / "run", lambda event: notes.append(str(event.get("text", ""))))
+    assert sum("waits until it ends: set federation.parallel-clients = 2" in note for note in notes) == told
+    resume(tmp_path / "run", lambda event: notes.append(str(event.get("text", ""))))
+    assert sum("waits until it ends" in note for note in notes) == told, "nothing is left to train"

@@ -43,6 +43,10 @@ from fednl.stored_tasks import ask_for_like, keep, known
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 _LOADING = {"event": "phase", "name": "loading the backbone and making the data"}
+_UNENDED = (
+    "one process trains all clients, which leaves a late one out but waits until it ends: set "
+    "federation.parallel-clients = 2 or more to end one that hangs at its deadline"
+)
 
 
 def train(config: Config, path: Path | None = None, on_event: OnEvent = lambda event: None) -> Run:
@@ -188,6 +192,8 @@ def _execute(run: Run, config: Config, on_event: OnEvent) -> Run:
             check_data(run, facts)
             run.write_json(FILE, origin(config, facts))
             to_train = [name for name in trained_arms(config) if not _finished(run, config, name)]
+            if to_train and config.federation.parallel_clients == 1 and config.federation.seconds_to_wait(first=False):
+                on_event({"event": "note", "text": _UNENDED})
             for name in to_train:
                 _train_arm(run, config, pool, facts, name, on_event)
             measure(run, config, pool, facts, on_event)

@@ -28,7 +28,7 @@ class Pool(Protocol):
 
 
 class InlinePool:
-    """Does the jobs one after another in this process.
+    """Does the jobs one after another in this process, which cannot cut one off.
 
     Args:
         handlers: by operation, as for `serve`.
@@ -43,7 +43,10 @@ class InlinePool:
         on_progress: Callable[[Job, dict[str, Any]], None] | None = None,
         deadline_s: float | None = None,
     ) -> Iterator[Result]:
-        """Does the jobs in their order; one that takes longer than the deadline is `"late"`."""
+        """Does the jobs in their order; one that takes longer than the deadline is `"late"`, but is waited for.
+
+        Only another process can end a job that hangs: that is `WorkerPool`.
+        """
         for job in jobs:
             began_s = time.monotonic()
             result = self._do(job, on_progress)

@@ -68,9 +68,11 @@ class FederationSettings(Section):
         quorum: how many valid replies a round needs to change the model; clients without examples count.
         pace: how long a client may take, in one word for both times below: `"patient"` leaves them as they are set,
             `"minutes"` gives it 10 and 30 more in the first round, `"hours"` 4 and 1 more, `"days"` 3 and 4 hours more.
-        deadline_s: seconds that a client has in a round, on this machine from when its turn comes; 0 for no deadline.
+        deadline_s: seconds that a client has in a round, on this machine from when its turn comes; 0 for no deadline. A
+            late client does not count; one that hangs is ended in a worker process only (`parallel_clients` above 1).
         warm_up_s: seconds that it has beyond the deadline in the first round of a sitting, as it loads its model.
-        parallel_clients: worker processes on this machine; changes speed, not results.
+        parallel_clients: worker processes on this machine; changes speed, not results. With 1 there is none: this
+            process trains, and waits for a client that is past its deadline until it ends.
         keep_checkpoints: how many of the newest round checkpoints stay on disk.
         max_failed_rounds: how many rounds in a row may miss the quorum before the run stops.
         quarantine_after: a client whose replies were refused this many times in a row is not asked for a while;

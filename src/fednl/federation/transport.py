@@ -164,7 +164,7 @@ class InProcessTransport(SimulatedTransport):
         """Lets the asked clients work in sorted order and gives each one's reply.
 
         A client that raises has failed, and the round goes on. One that ends after its deadline is late, its state
-        unchanged.
+        unchanged; it is waited for, as this process cannot end it.
 
         Args:
             deadline_s: seconds from when a client begins, for each anew; None for no deadline.
