@@ -8,8 +8,8 @@ Trains each method at every local learning rate of one grid, picks the rate by t
 and only then reads the test questions, with the picked rules. Each (method, rate) is an ordinary run in its own folder:
 whatever stopped the command, the same command goes on. The pooled learner, a yardstick and no method, answers at every
 rate, and its rate is picked by validation all the same. Prints Markdown: accuracy and nats with 95% intervals, the lag
-behind as many steps on pooled data, the share of FedAvg's that is closed, seconds and bytes; then forgetting and
-backward transfer on the stream.
+behind as many steps of the same adapters on pooled data (a LoRA has none here), the share of FedAvg's that is closed,
+seconds and bytes; then forgetting and backward transfer on the stream.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fednl.arms import adapters_hash
 from fednl.config import Config, load_config
 from fednl.evaluation.closing import share_closed
 from fednl.evaluation.outcomes import load_outcomes, values_by_client
@@ -179,6 +180,15 @@ def table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *body])
 
 
+def same_adapters(bench: Bench, name: str) -> bool:
+    """Whether a method trains the adapters of the pooled learner, who is an arm of FedAvg's run.
+
+    How far a LoRA is behind rules in a memory is the distance of two adapters, and no lag of averaging.
+    """
+    own, fedavg = (bench.config(one, bench.grid[0], []) for one in (name, "fedavg"))
+    return adapters_hash(own, "own") == adapters_hash(fedavg, "own")
+
+
 def compare(bench: Bench, names: Sequence[str]) -> str:
     """The first table; with FedAvg among the methods also the pooled learner and what there is without training."""
     pooled, body = math.nan, []
@@ -195,9 +205,11 @@ def compare(bench: Bench, names: Sequence[str]) -> str:
             own = [f"{best:g}", f"{last_validation(other, 'arms/pooled/'):.3f}"]
             body.append(["window only, untrained", "-", "-", *answers(run, "window-only"), *["-"] * 5])
             body.append(["pooled data", *own, *answers(other, "pooled"), "-", "-", *costs(other, "arms/pooled/")])
-        lag = macro(run, "federated", "nats_per_token")["value"] - pooled
+        alike = same_adapters(bench, name)
+        lag = macro(run, "federated", "nats_per_token")["value"] - pooled if alike else math.nan
         own = [f"{rate:g}", f"{last_validation(run):.3f}", *answers(run, "federated")]
-        behind = [f"{lag:+.2f}" if math.isfinite(lag) else "-", closed(run, ends) if name != "fedavg" else "-"]
+        way = closed(run, ends) if alike and name != "fedavg" else "-"
+        behind = [f"{lag:+.2f}" if math.isfinite(lag) else "-", way]
         body.append([name, *own, *behind, *costs(run, "")])
     n = macro(run, "federated", "candidates")["n"]
     columns = ["method", "local lr", "validation, nats", "right of four, %", "nats/token", "lag behind pooled, nats"]

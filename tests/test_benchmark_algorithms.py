@@ -118,3 +118,22 @@ def test_as_many_steps_in_all_however_often_clients_are_averaged(benchmark: Modu
     odd = benchmark.Bench(Path("runs"), benchmark.GRID, ["training.local-steps=6"], (), benchmark.METHODS)
     with pytest.raises(SystemExit, match="a multiple of 4"):
         odd.config("fedavg, four times the rounds", 1e-2, [])
+
+
+def test_only_a_method_of_the_pooled_learners_adapters_lags_behind_it(benchmark: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.chdir(SCRIPT.parents[1])
+    value = {"federated": 1.5, "pooled": 0.5, "window-only": 4.0}
+    monkeypatch.setattr(benchmark.Bench, "best_rate", lambda *rest: 1e-2)
+    monkeypatch.setattr(benchmark.Bench, "run", lambda *rest: None)
+    monkeypatch.setattr(benchmark, "macro", lambda run, arm, metric: {"value": value[arm], "n": 4})
+    monkeypatch.setattr(benchmark, "nats", lambda run, arm: {})
+    monkeypatch.setattr(benchmark, "closed", lambda run, ends: "50.0")
+    monkeypatch.setattr(benchmark, "last_validation", lambda *rest: 1.0)
+    monkeypatch.setattr(benchmark, "costs", lambda *rest: ["1"] * 3)
+    bench = benchmark.Bench(Path("runs"), benchmark.GRID, [], (), benchmark.METHODS)
+    lines = [line.strip("| ").split(" | ") for line in benchmark.compare(bench, list(benchmark.METHODS)).splitlines()]
+    behind = {cells[0]: cells[5:7] for cells in lines if cells[0] in benchmark.METHODS}
+    loras = [name for name in behind if "LoRA" in name or name in ("ffa-lora", "flexlora")]
+    assert len(loras) == 3 and all(behind.pop(name) == ["-", "-"] for name in loras)
+    assert behind.pop("fedavg") == ["+1.00", "-"]
+    assert behind and all(cells == ["+1.00", "50.0"] for cells in behind.values())
