@@ -83,11 +83,7 @@ def test_every_arm_is_trained_and_each_client_is_asked_with_its_own_rank(
     own = OWN + MERGED * (algorithm == "flora")
     for (op, arm, client), rules in asked.items():
         low = OWN if arm in ("federated-lora", "local-only") else own
-        # A is as it was drawn, and so is B, where FFA-LoRA or nobody has trained it.
-        start = arm == "public-rules" and algorithm == "local-only"
-        expected = {low} if client == LOW and arm != "pooled" and not start else {RANK}
-        if arm == "public-rules" and algorithm == "ffa-lora" and client == LOW:
-            expected = {OWN, RANK}
+        expected = {low} if client == LOW and arm != "pooled" else {RANK}
         assert [ranks(one) for one in rules] == [expected] * len(rules), (op, arm, client)
     assert {op for op, arm, _ in asked if arm == "federated"} == {"score", "validate"}
 

@@ -78,16 +78,15 @@ def check_ranks(
 
 
 def offered(algorithm: FedAvg, params: Params, client: str, entries: Sequence[str]) -> Params:
-    """Gives all rules as a client has them before it trains: the shared ones as it is sent them, of its own rank.
+    """Gives all rules as a client begins with them, of its own rank: those it is sent, and those it keeps to itself.
 
     Args:
-        algorithm: whose `offer` says what goes out.
+        algorithm: whose `offer` says what a client of a rank has.
         params: all rules, as the server has them; not copied.
         client: its name.
         entries: `[federation] lora-ranks`.
     """
-    shared = {name: params[name] for name in algorithm.shared(params)}
-    return {**params, **algorithm.offer(shared, Ranks(entries).of(client))}
+    return algorithm.offer(params, Ranks(entries).of(client))
 
 
 def rules_by_client(

@@ -22,7 +22,7 @@ from fednl.federation.checkpoint import (
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.identity import identity
 from fednl.federation.ledger import Ledger
-from fednl.federation.lora_ranks import Ranks
+from fednl.federation.lora_ranks import offered
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.secure import forget
@@ -189,10 +189,11 @@ def begin(fed: Federation, params: Params) -> Point:
     """A fresh start: every client holds the start values of what is private to it, of its own rank."""
     fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
     private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
-    start, ranks = {name: params[name] for name in private}, Ranks(fed.settings.lora_ranks)
-    own = {client: fed.algorithm.offer(start, ranks.of(client)) for client in fed.transport.clients()}
-    states = {client: {f"private/{name}": t for name, t in rules.items()} for client, rules in own.items()}
-    fed.transport.restore({client: copy(state) for client, state in states.items()})
+    states = {}
+    for client in fed.transport.clients():
+        own = offered(fed.algorithm, params, client, fed.settings.lora_ranks)
+        states[client] = copy({f"private/{name}": own[name] for name in private})
+    fed.transport.restore(states)
     spent = begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder)
     return Point(0, copy(params), fed.algorithm.opening(params), spent=spent)
 

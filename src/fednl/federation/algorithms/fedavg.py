@@ -135,10 +135,10 @@ class FedAvg:
         return rank
 
     def offer(self, params: Params, rank: int | None) -> Params:
-        """Gives the shared rules as a client with a LoRA of another rank gets them; here its leading components.
+        """Gives rules as a client with a LoRA of another rank has them; here its leading components.
 
         Args:
-            params: the shared rules that go out.
+            params: the shared rules that go out, or others.
             rank: the client's rank; None for that of the server.
         """
         from fednl.federation.lora_ranks import cut
