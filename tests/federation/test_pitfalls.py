@@ -111,6 +111,38 @@ def test_c01_a_round_that_draws_only_clients_without_examples_is_no_failure(tmp_
     assert reasons[:2] != ["", ""], "the case is not trivial"
 
 
+def test_c01_rounds_without_examples_between_failures_neither_count_nor_make_them_forgotten(tmp_path: Path) -> None:
+    """One client has no examples, the other fails; drawn one at a time they alternate."""
+    settings = FederationSettings(clients_per_round=1, max_failed_rounds=3, keep_checkpoints=1)
+    one_step = TrainingSettings(rounds=12, local_steps=1)
+
+    def toy(name: str) -> Bench:
+        return Bench(tmp_path / name, sizes={"ada": 0, "bob": 3}, settings=settings, training=one_step)
+
+    def broken(after: int) -> InProcessTransport:
+        def endpoint(client: str, message: Message, *rest: Any) -> Any:
+            if client == "bob" and message.round > after:
+                raise OSError("disk")
+            return failing.endpoint()(client, message, *rest)
+
+        return InProcessTransport(endpoint, ["ada", "bob"])
+
+    whole, failing = toy("whole"), toy("failing")
+    expected = whole.run(InProcessTransport(whole.endpoint(), ["ada", "bob"]))
+    taught = [row["round"] for row in whole.rows() if row["updated"]]
+    first = taught[0]
+    with pytest.raises(FednlError, match=r"3 rounds in a row failed, the last as .*OSError"):
+        failing.run(broken(first))
+    fails = [row["round"] for row in failing.rows() if row.get("reason", "").startswith("0 valid")]
+    assert fails == taught[1:4] and fails[-1] == len(failing.rows())
+    assert fails[-1] - fails[0] > 2, "the case is not trivial: rounds without examples lie between"
+    # What failed is taken back to before the first failure, though other rounds lie between.
+    failing.events.clear()
+    assert equal(failing.run(InProcessTransport(failing.endpoint(), ["ada", "bob"])), expected)
+    assert failing.events[0]["text"] == f"rounds {fails[0]} to {fails[-1]} changed nothing, so they are done again"
+    assert [row["updated"] for row in failing.rows()] == [row["updated"] for row in whole.rows()]
+
+
 def test_c01_a_floor_that_no_client_reaches_is_refused_or_said_at_the_end(tmp_path: Path) -> None:
     """Clients with examples that may not share are no clients without: their round has words of its own."""
     toy = Bench(tmp_path / "known", training=ONE_ROUND)

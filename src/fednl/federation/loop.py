@@ -189,21 +189,25 @@ def _one_round(fed: Federation, point: Point) -> Point:
             numbers |= fed.algorithm.measure(shared, combined, update, combiner.products())
         else:
             reason = "the server's step gave NaN or infinity, so it was not taken"
+    # A round in which nobody had anything to learn from has not failed, and mends nothing that failed before it.
+    fails = reason not in ("", NO_EXAMPLES, WITHHELD)
+    failed = point.failed_rounds * bool(reason) + fails
     after = replace(
         point,
         round=number,
         params=params,
         server_state=server_state,
-        failed_rounds=point.failed_rounds + 1 if reason not in ("", NO_EXAMPLES, WITHHELD) else 0,
+        failed_rounds=failed,
+        sound=point.sound if failed else number,
         updates=point.updates + (not reason),
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
         told=told_after(fed, point, ledger, news),
         spent=spent,
     )
     after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)
-    if after.failed_rounds >= fed.settings.max_failed_rounds:
+    if fails and failed >= fed.settings.max_failed_rounds:
         write_final(fed, after)
-        raise FednlError(f"{after.failed_rounds} rounds in a row failed, the last as {reason}; mend that, then resume.")
+        raise FednlError(f"{failed} rounds in a row failed, the last as {reason}; mend that, then resume.")
     return after
 
 

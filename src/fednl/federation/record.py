@@ -91,11 +91,13 @@ class Point:
     """How many rounds changed the rules."""
     attempt: int = 0
     """How often the run went back behind rounds that failed; what is drawn in a round depends on it."""
+    sound: int = 0
+    """The last round before those that failed; this one if none did since the rules changed."""
 
     @property
     def settled(self) -> int:
         """The newest round that a run which ends now is not taken back behind; 0 for the very start."""
-        return self.round - self.failed_rounds if self.updates else 0
+        return self.sound if self.updates else 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def save(
         {
             "best": point.best,
             "failed_rounds": point.failed_rounds,
+            "sound": point.sound,
             "updates": point.updates,
             "attempt": point.attempt,
             "conduct": asdict(point.conduct),
@@ -241,24 +244,34 @@ def resume(fed: Federation, params: Params) -> Point | None:
     rows = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
     if rows < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
-    best, failed = checkpoint.state["best"], checkpoint.state["failed_rounds"]
-    updates, server_state = _updates(checkpoint), checkpoint.server_state
-    conduct, told = Conduct(**checkpoint.state.get("conduct", {})), tuple(checkpoint.state.get("told", ()))
-    stands = Point(checkpoint.round, checkpoint.params, server_state, best, failed, conduct, spent, told, updates)
+    state = checkpoint.state
+    stands = Point(
+        checkpoint.round,
+        checkpoint.params,
+        checkpoint.server_state,
+        state["best"],
+        state["failed_rounds"],
+        Conduct(**state.get("conduct", {})),
+        spent,
+        tuple(state.get("told", ())),
+        _updates(checkpoint),
+        attempt,
+        _sound(checkpoint),
+    )
     if done < newest:
         write_final(fed, stands)  # it was of a round that is taken back
-    return replace(stands, attempt=attempt)
+    return stands
 
 
 def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:
     """Where to go on: before the failures that ended the run, else after the newest round; None for the very start."""
-    failed: int = newest.state["failed_rounds"]
+    back = _sound(newest)
     if newest.round == fed.training.rounds and not _updates(newest):
-        failed = newest.round
-    elif failed < fed.settings.max_failed_rounds:
+        back = 0
+    elif newest.state["failed_rounds"] < fed.settings.max_failed_rounds:
         return newest
     try:
-        return load_round(fed.path("checkpoints"), newest.round - failed) if failed < newest.round else None
+        return load_round(fed.path("checkpoints"), back) if back else None
     except CheckpointError:  # an earlier version kept none that old
         return newest
 
@@ -266,6 +279,11 @@ def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:
 def _updates(checkpoint: Checkpoint) -> int:
     """How many rounds changed the rules; checkpoints from before these were counted know failed rounds only."""
     return int(checkpoint.state.get("updates", checkpoint.round - checkpoint.state["failed_rounds"]))
+
+
+def _sound(checkpoint: Checkpoint) -> int:
+    """The last round before those that failed; in older checkpoints these follow one another."""
+    return int(checkpoint.state.get("sound", checkpoint.round - checkpoint.state["failed_rounds"]))
 
 
 def write_final(fed: Federation, point: Point) -> None:
@@ -282,7 +300,7 @@ def _header(point: Point) -> dict[str, Any]:
 
 def _spared(fed: Federation, point: Point) -> set[int]:
     """The rounds whose checkpoints stay, however old."""
-    return {*fed.milestones, int(point.best.get("round", 0)), point.round - point.failed_rounds}
+    return {*fed.milestones, int(point.best.get("round", 0)), point.sound}
 
 
 def _validation(measured: Mapping[str, float]) -> dict[str, float]:

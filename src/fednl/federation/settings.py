@@ -74,7 +74,8 @@ class FederationSettings(Section):
         parallel_clients: worker processes on this machine; changes speed, not results. With 1 there is none: this
             process trains, and waits for a client that is past its deadline until it ends.
         keep_checkpoints: how many of the newest round checkpoints stay on disk.
-        max_failed_rounds: how many rounds in a row may miss the quorum before the run stops.
+        max_failed_rounds: how many rounds may miss the quorum, without one between them that changed the rules, before
+            the run stops; a round whose clients have nothing to learn from is no such round, and no pause either.
         quarantine_after: a client whose replies were refused this many times in a row is not asked for a while;
             0 never leaves one out.
         quarantine_rounds: for how many rounds; one refusal after that puts it out again.
