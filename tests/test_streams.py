@@ -88,6 +88,7 @@ def test_a_task_is_trained_on_in_its_rounds_alone_and_boundaries_change_what_fol
     assert [{one.task for one in bench.train_examples("client-02", round)} for round in (1, 2, 3)] == [
         {"name-date"}, {"multi-key"}, {"passkey"}
     ]  # fmt: skip
+    assert bench.tasks_in("client-02", 1) == ("name-date", "name-date", True)
     assert {one.task for one in bench.train_examples("pooled", 1)} == set(TASKS["order"])
     assert len(bench.train_examples("pooled", 1)) == 3 * SIZES["train"]
     plain = train(stream(backbone, evaluation={"arms": ["window-only"]}), tmp_path / "plain")

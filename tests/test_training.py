@@ -51,6 +51,10 @@ def test_a_run_with_every_arm_leaves_what_the_design_says(backbone: Path, tmp_pa
     assert macro["federated-lora"]["shared"] == ["lora"]
     assert "shared" not in macro["local-only"] and "shared" not in macro["window-only"]
     assert any(row["metric"] == "aggregation_drop_pp" for row in rows)
+    for arm in ("local-only", "pooled", "federated-lora"):
+        for row in run.read_jsonl(f"arms/{arm}/rounds.jsonl"):
+            assert row["validation_worst"] in {"passkey", "uuid-code", "name-date"}
+            assert {"validation_loss", "validation_loss_worst"} <= row["metrics"].keys()
     assert [row["round"] for row in run.read_jsonl("rounds.jsonl")] == [1, 2, 3]
     for client in run.read_jsonl("rounds.jsonl")[0]["clients"]:
         assert client["num_examples"] == 6 and client["steps"] == 2

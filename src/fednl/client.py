@@ -134,14 +134,14 @@ class Bench:
         now = {holder: self.stream.at(holder, round) for holder in holders}
         return [example for example in found if example.task == now[example.client]]
 
-    def tasks_in(self, client: str, round: int, attempt: int = 0) -> tuple[str, str]:
-        """A client's task in a round of a stream, and the same again where it ends with it; empty where none does."""
+    def tasks_in(self, client: str, round: int, attempt: int = 0) -> tuple[str, str, bool]:
+        """A client's task in a round of a stream, the same again where it ends with it, and whether for certain."""
         if self.stream is None or client == POOLED:
-            return "", ""
+            return "", "", False
         number, seed = self.config.federation.clients_per_round, self.config.run.seed
         names = [name for name in self.data if name not in self.config.data.hold_out_clients]
         ends = self.stream.ends(client, round, lambda later: sample_clients(names, number, seed, later, attempt))
-        return self.stream.at(client, round), ends
+        return self.stream.at(client, round), ends, round in self.config.tasks.last_rounds
 
     def collated(self, examples: Sequence[Any], join: Callable[..., dict[str, Tensor]] = collate) -> dict[str, Tensor]:
         """Examples as a batch on the backbone's device, joined by `collate` or `demonstrations`."""

@@ -255,7 +255,7 @@ def _train_arm(run: Run, config: Config, pool: Pool, facts: Mapping[str, Any], n
         folder=kind.folder,
         seed=config.run.seed,
         on_event=tell,
-        validate_round=validate if config.data.validation and name != "local-only" else None,
+        validate_round=validate if config.data.validation else None,
         milestones=config.tasks.last_rounds,
         exchange=exchange_of(config, name),
         adapters=adapters_hash(config, kind.setup),

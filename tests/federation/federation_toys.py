@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,16 +111,30 @@ def descend(
 
 
 def rounds_of_descent(
-    algorithm: FedAvg, problems: Mapping[str, Any], params: Params, rounds: int, lr: float, steps: int
+    algorithm: FedAvg,
+    problems: Mapping[str, Any],
+    params: Params,
+    rounds: int,
+    lr: float,
+    steps: int,
+    lost: Collection[tuple[str, int]] = (),
 ) -> tuple[Params, ClientState, dict[str, ClientState]]:
-    """Rounds of `descend` over all clients: the shared rules, the server's state, the clients' states."""
+    """Rounds of `descend` over all clients: the shared rules, the server's state, the clients' states.
+
+    A reply that is lost, by client and round, leaves its client's state as after any other.
+    """
+    counted: dict[str, int] = {}
     server: ClientState = {}
     states: dict[str, ClientState] = {client: {} for client in problems}
     for round in range(1, rounds + 1):
-        received = Message(params, algorithm.broadcast(params, server), round=round)
-        mean, extra = WeightedMean(), WeightedMean()
+        beside, mean, extra = algorithm.broadcast(params, server), WeightedMean(), WeightedMean()
         for client, problem in sorted(problems.items()):
+            told = algorithm.to_client(beside, client, server, counted.get(client, 0))
+            received = Message(params, told, round=round)
             reply, states[client] = descend(algorithm, problem, received, states[client], lr, steps)
+            if (client, round) in lost:
+                continue
+            counted[client] = round
             mean.add(reply.params, reply.num_examples)
             extra.add(reply.extra, reply.num_examples)
         combined = Message(mean.result(), extra.result(), num_examples=int(mean.weight), round=round)
@@ -142,7 +156,8 @@ def toy_endpoint(
         problem = Regression(client, sizes[client], message.round, training.batch, dtype=dtype)
         last = math.ceil(message.round / task_rounds) * task_rounds if task_rounds else 0
         task = f"task-{last}" if last else ""
-        plan = LocalPlan.of(training, message.round, task, task if last == message.round else "")
+        ends = task if last == message.round else ""
+        plan = LocalPlan.of(training, message.round, task, ends, final=bool(ends))
         return take_part(algorithm, problem, message, state, plan, exchange, on_progress)
 
     return endpoint

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import SIZES, Bench, Bowl, descend, in_parts
+from federation_toys import SIZES, Bench, Bowl, Regression, Tampered, descend, in_parts, start_params
 from pydantic import ValidationError
 
 from fednl.federation.algorithms import ALGORITHMS
 from fednl.federation.algorithms.ewc import Ewc, EwcSettings
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedssi import FedSsi, FedSsiSettings
+from fednl.federation.checkpoint import load_newest
 from fednl.federation.combine import WeightedMean
 from fednl.federation.local import LocalPlan, train_locally
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, equal
 from fednl.federation.settings import TrainingSettings
-from fednl.federation.transport import InProcessTransport
+from fednl.federation.transport import Endpoint, InProcessTransport
 
 KINDS = ["ewc", "fedssi"]
 
@@ -176,15 +177,61 @@ def test_a_surrogates_path_sums_to_the_drop_of_the_loss() -> None:
     assert float(path[2]) == 0.0  # a rule that the task does not move
 
 
-def test_fedssis_importance_is_never_negative_and_adds_up() -> None:
-    # Steps far too large: the loss rises along them, and the path integral is below zero.
-    wild = ssi(locality=1.0, surrogate_steps=3, surrogate_lr=3.0)
-    state = wild.boundary("t", {"w": numbers(0.0)}, {"start/w": numbers(0.0)}, Bowl(numbers(1.0)))
-    assert float(state["importance/w"]) >= 0
+@dataclass(frozen=True)
+class Slope:
+    """A loss that falls evenly: the gradient is the same everywhere."""
+
+    slope: float
+
+    def loss(self, params: Params, batch: None) -> torch.Tensor:
+        return -self.slope * params["w"].sum()
+
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[None]:
+        yield from [None] * steps
+
+
+def test_fedssis_importance_is_never_negative_where_rounding_makes_the_path_so() -> None:
+    """As near to divergence as the settings allow: two steps of one length, there and back, whose parts cancel."""
+    algorithm = ssi(locality=0.1, surrogate_steps=2, surrogate_lr=2 / 4.5 * (1 - 1e-8))
+    problem, start = Slope(3.3), torch.zeros(1)
+    assert float(algorithm.boundary("t", {"w": start}, {"start/w": start}, problem)["importance/w"]) == 0.0  # type: ignore[arg-type]
+    # The same sum by hand, in the same order and precision.
+    first = torch.tensor(3.3) * algorithm.settings.surrogate_lr
+    second = -algorithm.settings.surrogate_lr * (torch.tensor(-3.3) + 4.5 * first)
+    assert float(3.3 * first + 3.3 * second) < 0, "the case is not trivial"
+
+
+def test_fedssis_importance_adds_up_over_tasks() -> None:
     calm = ssi()
     first = calm.boundary("a", {"w": numbers(0.0)}, {"start/w": numbers(0.0)}, Bowl(numbers(1.0)))
     again = calm.boundary("b", {"w": numbers(0.0)}, {**first, "start/w": numbers(0.0)}, Bowl(numbers(1.0)))
     assert float(again["importance/w"]) == pytest.approx(2 * float(first["importance/w"]), rel=1e-15)
+
+
+@dataclass(frozen=True)
+class Saddle:
+    """A loss whose gradient in one rule depends on the other, with a minimum in no direction."""
+
+    def loss(self, params: Params, batch: int) -> torch.Tensor:
+        w = params["w"]
+        return 3 * w[0] * w[1] - w[0].square() + (batch - 1.5) * (w[0] - 2 * w[1])
+
+    def batches(self, purpose: str, steps: int, size: int = 0) -> Iterator[int]:
+        yield from range(steps)
+
+
+@pytest.mark.parametrize(("locality", "lr"), [(0.1, 0.4), (0.5, 0.1), (1.0, 0.05)])
+def test_a_surrogates_path_is_the_way_it_is_pulled_and_the_squares_of_its_changes(locality: float, lr: float) -> None:
+    """Which is above zero for each rule, whatever the gradients, as long as the pull itself converges."""
+    algorithm, problem, u = ssi(locality=locality, surrogate_steps=7, surrogate_lr=lr), Saddle(), numbers(0.3, -0.2)
+    q, v, squares = algorithm.settings.surrogate_pull, u, numbers(0.0, 0.0)
+    for batch in range(7):
+        gradient = numbers(3 * v[1] - 2 * v[0] + batch - 1.5, 3 * v[0] - 2 * (batch - 1.5))
+        change = -lr * (gradient + q * (v - u))
+        v, squares = v + change, squares + change.square()
+    path = q / 2 * (v - u).square() + (1 / lr - q / 2) * squares
+    state = algorithm.boundary("t", {"w": u}, {"start/w": u}, problem)  # type: ignore[arg-type]
+    torch.testing.assert_close(state["importance/w"], path / ((v - u).square() + 0.1), rtol=1e-12, atol=0)
 
 
 def stream(path: Path, algorithm: FedAvg, task_rounds: int) -> Bench:
@@ -234,6 +281,88 @@ def test_a_client_that_fails_in_a_tasks_last_round_ends_it_in_the_next_round_it_
     states = transport.states()
     assert set(states["ada"]) == set(states["bob"]) and not any(name.startswith("open/") for name in states["ada"])
     assert [row["status"] for row in toy.rows()[1]["clients"]] == ["failed", "ok", "ok", "ok"]
+
+
+def client_rounds(kind: str, plans: list[LocalPlan]) -> list[tuple[Message, ClientState]]:
+    """What one client sends and keeps after each of these rounds."""
+    algorithm, state, found = ALGORITHMS[kind](shared="memory"), dict[str, torch.Tensor](), []
+    start = start_params(torch.float64)
+    shared = {name: start[name] for name in algorithm.shared(start)}
+    state = {f"private/{name}": start[name] for name in start if name not in shared}
+    for plan in plans:
+        received = Message({name: t + plan.round / 8 for name, t in shared.items()}, round=plan.round, client="cyd")
+        problem = Regression("cyd", 12, plan.round, dtype=torch.float64)
+        message, state = train_locally(algorithm, problem, received, state, plan)
+        found.append((message, state))
+    return found
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "fedweit"])
+@pytest.mark.parametrize("foreseen", [["t", "", "t"], ["t", "t", "t"], ["", "t", "t"]])
+def test_a_task_that_ended_and_goes_on_against_that_ends_as_if_it_had_been_known(
+    kind: str, foreseen: list[str]
+) -> None:
+    """A client foresees its last round; where others are in quarantine it is asked once more."""
+
+    def plans(ends: list[str]) -> list[LocalPlan]:
+        first = [LocalPlan(n, 2, 0.05, task="t", ends=end, final=n == 3) for n, end in enumerate(ends, 1)]
+        return [*first, LocalPlan(4, 2, 0.05, task="u"), LocalPlan(5, 2, 0.05, task="u", ends="u", final=True)]
+
+    surprised, knew = client_rounds(kind, plans(foreseen)), client_rounds(kind, plans(["", "", "t"]))
+    for number in (3, 4, 5):
+        message, state = surprised[number - 1]
+        assert equal(state, knew[number - 1][1])
+        assert equal(message.params, knew[number - 1][0].params) and equal(message.extra, knew[number - 1][0].extra)
+    ended = surprised[foreseen.index("t")][1]
+    assert "closed/t" in ended and any(name.startswith("undo/") for name in ended)
+    assert not any(name.startswith("undo/") for name in surprised[2][1]), "no round of the task is left"
+    assert "open/u" in surprised[3][1] and "closed/t" not in surprised[3][1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "fedweit"])
+def test_what_has_ended_for_good_does_not_end_again(kind: str) -> None:
+    plans = [LocalPlan(n, 2, 0.05, task="t", ends="t", final=True) for n in (1, 2)]
+    (_, once), (_, twice) = client_rounds(kind, plans)
+    held = [name for name in once if name.startswith(("importance/", "task/")) and "/adaptive/" not in name]
+    assert held and equal({name: once[name] for name in held}, {name: twice[name] for name in held})
+    assert "closed/t" in twice
+
+
+@dataclass
+class Surprised(Bench):
+    """All clients foresee that a task's last round but one is their last."""
+
+    def endpoint(self) -> Endpoint:
+        def endpoint(client: str, message: Message, state: ClientState, tell: Any) -> tuple[Message, ClientState]:
+            left = -message.round % self.task_rounds
+            task = f"task-{message.round + left}"
+            problem = Regression(client, self.sizes[client], message.round, self.training.batch, dtype=self.dtype)
+            ends = task if left < 2 else ""
+            plan = LocalPlan.of(self.training, message.round, task, ends, final=not left)
+            return train_locally(self.algorithm, problem, message, state, plan)
+
+        return endpoint
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "fedweit"])
+def test_tasks_that_end_sooner_than_they_should_resume_to_the_bit_and_change_nothing(kind: str, tmp_path: Path) -> None:
+    named = {"task_rounds": 3, "dtype": torch.float64, "training": TrainingSettings(rounds=7, local_steps=2)}
+    knew, whole, parts = (
+        made(tmp_path / name, algorithm=ALGORITHMS[kind](shared="memory"), **named)
+        for name, made in (("knew", Bench), ("whole", Surprised), ("parts", Surprised))
+    )
+    transport = knew.transport()
+    expected = knew.run(transport)
+    first, _ = in_parts(whole, parts, (2, 5))
+    assert equal(Message.from_bytes(first.returned[-1].payload).params, _last(transport))
+    newest = load_newest(whole.path / "checkpoints")
+    assert newest is not None and equal(newest.params, expected)
+    for client, state in transport.states().items():
+        assert equal(first.states()[client], state)
+
+
+def _last(transport: Tampered) -> Params:
+    return Message.from_bytes(transport.returned[-1].payload).params
 
 
 def test_what_a_task_that_ended_late_is_measured_on_is_its_own_data() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from federation_toys import WRITE, Bench, Bowl, descend, rounds_of_descent, start_params
+from federation_toys import WRITE, Bench, Bowl, descend, forge, rounds_of_descent, start_params
 from pydantic import ValidationError
 
 from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.algorithms.fedprox import FedProx, FedProxSettings
 from fednl.federation.algorithms.scaffold import Scaffold, ScaffoldSettings
-from fednl.federation.checkpoint import load_newest
+from fednl.federation.checkpoint import load_newest, save_round
 from fednl.federation.combine import Mean
 from fednl.federation.exchange import CombineSettings
 from fednl.federation.message import Message
@@ -97,6 +97,17 @@ def test_scaffold_finds_the_optimum_that_fedavg_misses() -> None:
         torch.testing.assert_close(states[client]["pending/w"], own, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("lost", [("left", 1), ("right", 1), ("left", 4), ("right", 7)])
+def test_scaffold_finds_the_optimum_also_where_a_reply_was_lost_after_its_client_had_moved_on(
+    lost: tuple[str, int],
+) -> None:
+    start = {"w": numbers(0.0, 0.0)}
+    params, server, _ = rounds_of_descent(Scaffold(shared="all"), BOWLS, start, 150, 0.1, 8, [lost])
+    torch.testing.assert_close(params["w"], OPTIMUM, rtol=0, atol=1e-6)
+    assert int(server["examples"]) == 4
+    torch.testing.assert_close(server["control/w"], numbers(0.0, 0.0), rtol=0, atol=1e-6)
+
+
 def test_scaffold_by_hand() -> None:
     algorithm, sent = Scaffold(shared="all"), {"w": numbers(1.0, -1.0)}
     bowl = Bowl(numbers(0.0, 0.0), 2.0, 5)
@@ -122,15 +133,21 @@ def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> Non
     states: dict[str, dict[str, torch.Tensor]] = {client: {} for client in bowls}
     server: dict[str, torch.Tensor] = {}
     heard: dict[str, torch.Tensor] = {}
-    # The third round and the first of all miss their quorum: what clients sent then is not in c.
-    rounds = [(["a"], False), (["a", "b"], True), (["b", "c"], False), (["a", "c"], True), (["b"], True), (["c"], True)]
-    for round, (asked, counts) in enumerate(rounds, 1):
-        received = Message(params, algorithm.broadcast(params, server), round=round)
+    # The third round and the first of all miss their quorum: what clients sent then is not in c. In others one reply
+    # is lost, as that of b in the fifth.
+    rounds = [("a", ""), ("ab", "ab"), ("bc", ""), ("ac", "ac"), ("ab", "a"), ("b", "b"), ("abc", "bc"), ("ac", "ac")]
+    counted: dict[str, int] = {}
+    for round, (all_asked, counts) in enumerate(rounds, 1):
         replies = {}
-        for client in asked:
+        for client in all_asked:
+            beside = algorithm.to_client(algorithm.broadcast(params, server), client, server, counted.get(client, 0))
+            received = Message(params, beside, round=round)
             replies[client], states[client] = descend(algorithm, bowls[client], received, states[client], 0.1, 3)
         if not counts:
             continue
+        asked = list(counts)
+        replies = {client: replies[client] for client in asked}
+        counted |= dict.fromkeys(asked, round)
         weights = {client: reply.num_examples for client, reply in replies.items()}
         total = sum(weights.values())
         extra = {
@@ -144,7 +161,6 @@ def test_scaffolds_c_is_the_weighted_mean_over_the_clients_heard_so_far() -> Non
         mean = sum(control * bowls[client].num_examples for client, control in heard.items()) / examples
         torch.testing.assert_close(server["control/w"], mean, rtol=0, atol=1e-14)
         assert int(server["examples"]) == examples
-    assert server["held"].tolist() == [2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
@@ -157,7 +173,8 @@ def test_scaffold_follows_numbers_of_examples_that_change_with_the_task(sizes: t
     for round in range(1, 161):
         n = sizes[round > 6]
         bowls = {"left": Bowl(numbers(-1.0, 2.0), 4.0, 3 * n), "right": Bowl(numbers(3.0, -5.0), 1.0, n)}
-        received = Message(params, algorithm.broadcast(params, server), round=round)
+        beside = algorithm.to_client(algorithm.broadcast(params, server), "any", server, round - 1)
+        received = Message(params, beside, round=round)
         mean = Mean(combine, params)
         for client, bowl in bowls.items():
             reply, states[client] = descend(algorithm, bowl, received, states[client], 0.1, 8)
@@ -181,7 +198,7 @@ def test_scaffold_does_not_correct_a_client_that_is_new() -> None:
 
 
 def test_scaffold_sends_twice_fedavgs_tensors_and_keeps_private_rules_private(tmp_path: Path) -> None:
-    toy = Bench(tmp_path / "r", algorithm=Scaffold(shared="memory"))
+    toy = Bench(tmp_path / "r", algorithm=Scaffold(shared="memory"), training=TrainingSettings(rounds=4, local_steps=1))
     transport = toy.transport()
     toy.run(transport)
     assert all(row["refused"] == {} and row["updated"] for row in toy.rows())
@@ -189,7 +206,9 @@ def test_scaffold_sends_twice_fedavgs_tensors_and_keeps_private_rules_private(tm
     for message in transport.sent:
         assert set(message.params) == names
         carried = {"held", *(f"control/{name}" for name in names)}
-        assert set(message.extra) == (carried if message.round > 1 else set())
+        assert set(message.extra) == (carried if message.round > 1 else {"held"})
+    sizes = {message.tensor_bytes for message in transport.sent if message.round > 1}
+    assert len(sizes) == 1, "a message grows with the rounds"
     for reply in transport.returned:
         sent = Message.from_bytes(reply.payload)
         assert set(sent.extra) == carried
@@ -220,3 +239,40 @@ def test_scaffold_goes_on_after_rounds_without_a_quorum(tmp_path: Path) -> None:
     total = sum(toy.sizes[c] * s["pending/" + WRITE].double() for c, s in transport.states().items())
     mean = total / sum(toy.sizes.values())
     torch.testing.assert_close(server["control/" + WRITE].double(), mean, rtol=0, atol=1e-6)
+
+
+def refused_in_round_two(replies: list[Reply]) -> list[Reply]:
+    """The client has moved on by then, as its state is its own."""
+    later = Message.from_bytes(replies[0].payload).round == 2
+    return [forge(reply, params={}) if later and reply.client == "cyd" else reply for reply in replies]
+
+
+def test_scaffolds_c_is_the_mean_of_what_clients_hold_after_a_reply_was_refused(tmp_path: Path) -> None:
+    toy = Bench(tmp_path / "r", algorithm=Scaffold(shared="all"), training=TrainingSettings(rounds=4, local_steps=2))
+    transport = toy.transport(refused_in_round_two)
+    toy.run(transport)
+    assert [row["refused"] for row in toy.rows()] == [{}, {"missing-name": 1}, {}, {}]
+    newest = load_newest(toy.path / "checkpoints")
+    assert newest is not None and newest.state["counted"] == dict.fromkeys(toy.sizes, 4)
+    total = sum(toy.sizes[c] * s["pending/" + WRITE].double() for c, s in transport.states().items())
+    mean = total / sum(toy.sizes.values())
+    torch.testing.assert_close(newest.server_state["control/" + WRITE].double(), mean, rtol=0, atol=1e-6)
+    told = {m.client: int(m.extra["held"]) for m in transport.sent if m.round == 3}
+    assert told == {"ada": 2, "bob": 2, "cyd": 1, "dan": 2}
+
+
+def test_scaffold_goes_on_from_checkpoints_that_do_not_say_who_counted_last(tmp_path: Path) -> None:
+    """They hold the rounds that c is of; who was refused in them is in rounds.jsonl."""
+    training = TrainingSettings(rounds=4, local_steps=2)
+    whole, old = (Bench(tmp_path / name, algorithm=Scaffold(shared="all"), training=training) for name in ("a", "b"))
+    expected = whole.run(whole.transport(refused_in_round_two))
+    for after in (2, 3):
+        old.run(old.transport(refused_in_round_two), stop_after=after)
+        newest = load_newest(old.path / "checkpoints")
+        assert newest is not None
+        state = {name: value for name, value in newest.state.items() if name not in ("counted", "sound")}
+        server = {**newest.server_state, "held": torch.arange(1, after + 1)}
+        save_round(old.path / "checkpoints", after, newest.params, server, newest.client_states, state, 2)
+    assert equal(old.run(), expected)
+    last = load_newest(old.path / "checkpoints")
+    assert last is not None and "held" not in last.server_state

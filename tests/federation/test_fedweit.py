@@ -131,16 +131,15 @@ def test_adaptive_parts_travel_once_a_task_and_reach_every_other_client(tmp_path
     for (round, _), reply in replies.items():
         assert {name for name in reply.extra if name.startswith("adaptive/")} == (names if round in (2, 4) else set())
         assert {name for name in reply.extra if name.startswith("sent/")} == {f"sent/{n}" for n in start_params()}
-    told = {message.round: message.extra for message in transport.sent}
-    assert told[1] == told[2] == told[4] == {}  # sent once, after the round that brought them
-    for later, ended in ((3, 2), (5, 4)):
-        for name in names:
-            assert torch.equal(told[later][name], torch.stack([replies[ended, c].extra[name] for c in sorted(SIZES)]))
+    told = {(message.round, message.client): message.extra for message in transport.sent}
+    for client in SIZES:
+        assert told[1, client] == told[2, client] == told[4, client] == {}  # once, after the round that brought them
+        for later, ended in ((3, 2), (5, 4)):
+            for name in names:
+                others = torch.stack([replies[ended, c].extra[name] for c in sorted(SIZES) if c != client])
+                assert torch.equal(told[later, client][name], others)
     for client, state in transport.states().items():
-        mine = replies[4, client].extra[f"adaptive/{WRITE}"]
-        taken_up = state[f"now/others/{WRITE}"]
-        assert len(taken_up) == len(SIZES) - 1
-        assert not any(torch.equal(entry, mine) for entry in taken_up)
+        assert torch.equal(state[f"now/others/{WRITE}"], told[5, client][f"adaptive/{WRITE}"])
         assert bool(state[f"now/attention/{WRITE}"].any())  # the fifth round trained them
         assert {name.split("/")[1] for name in state if name.startswith("task/")} == {"task-2", "task-4"}
         assert not [name for name in state if name == "ended"]
@@ -268,7 +267,10 @@ def test_a_combined_message_without_adaptive_parts_leaves_the_servers_as_they_ar
     came = replace(same, apart={"bob": {"adaptive/w": numbers(0.7)}})
     new, state = weit().server_step(params, came, kept)
     assert equal(state, {**kept, "adaptive/bob/w": numbers(0.7)})
-    assert torch.equal(weit().broadcast(new, state)["adaptive/w"], numbers(0.3, 0.7)[:, None])
+    assert new.keys() == params.keys()
+    for client, others in (("eve", numbers(0.3, 0.7)), ("ada", numbers(0.7)), ("bob", numbers(0.3))):
+        assert torch.equal(weit().to_client({}, client, state, 1)["adaptive/w"], others[:, None])
+    assert weit().to_client({}, "ada", kept, 1) == {}
 
 
 def test_the_penalty_is_added_to_the_loss_once() -> None:
@@ -319,5 +321,28 @@ def test_a_diverged_client_is_refused_and_no_row_of_it_is_left_out_in_silence(tm
 def test_every_rules_entries_stand_in_the_same_order_of_clients() -> None:
     names, clients = ("context.lambda", "layers.0.memory.gate.bias"), ("a", "a/d", "b")
     state = {f"adaptive/{c}/{n}": numbers(place) for n in names for place, c in enumerate(clients)}
-    told = weit().broadcast({}, dict(sorted(state.items())))
+    told = weit().to_client({}, "c", dict(sorted(state.items())), 0)
     assert all(torch.equal(told[f"adaptive/{name}"], numbers(0, 1, 2)[:, None]) for name in names)
+    assert torch.equal(weit().to_client({}, "a", state, 0)[f"adaptive/{names[0]}"], numbers(1, 2)[:, None])
+
+
+def test_a_client_that_ends_a_task_late_takes_none_of_its_own_old_parts_for_anothers(tmp_path: Path) -> None:
+    """By then it has trained its finished parts further, so they have other numbers than those it sent."""
+    toy = stream(tmp_path / "r", task_rounds=2)
+    toy.training = toy.training.model_copy(update={"rounds": 5})
+    healthy = toy.endpoint()
+
+    def endpoint(client: str, message: Message, state: Params, tell: Any) -> Any:
+        if client == "ada" and message.round == 4:
+            raise OSError("disk")
+        return healthy(client, message, state, tell)
+
+    transport = InProcessTransport(endpoint, SIZES)
+    toy.run(transport)
+    states = transport.states()
+    assert {name.split("/")[1] for name in states["ada"] if name.startswith("task/")} == {"task-2", "task-4"}
+    newest = load_newest(toy.path / "checkpoints")
+    assert newest is not None and len([n for n in newest.server_state if n.endswith(WRITE)]) == len(SIZES)
+    for client in SIZES:
+        others = [newest.server_state[f"adaptive/{other}/{WRITE}"] for other in sorted(SIZES) if other != client]
+        assert torch.equal(states[client][f"now/others/{WRITE}"], torch.stack(others))

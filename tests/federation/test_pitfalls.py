@@ -211,6 +211,23 @@ def test_c08_the_mean_of_clients_metrics_and_each_one_are_there_without_asking(t
     assert row["metrics"]["train_loss"] == pytest.approx(mean)
 
 
+def test_c08_every_client_that_was_validated_keeps_its_numbers_and_the_worst_is_named(tmp_path: Path) -> None:
+    losses = {"ada": 1.0, "bob": 4.0, "cyd": 3.0, "dan": 2.0}
+    toy = Bench(tmp_path / "run", settings=FederationSettings(clients_per_round=2))
+    toy.run(validate_round=lambda round, params: Validation.of_clients(losses, {"bob": [True, False]}))
+    for row in toy.rows():
+        found = {one["name"]: one["validation_loss"] for one in [*row["clients"], *row["not_asked"]]}
+        assert found == losses and len(row["clients"]) == len(row["not_asked"]) == 2
+        assert {one.get("validation_accuracy") for one in [*row["clients"], *row["not_asked"]]} == {0.5, None}
+        assert row["validation_worst"] == "bob" and row["metrics"]["validation_loss_worst"] == 4.0
+    # Who has no number is worse than any; all asked, nobody is left out.
+    for bad in (float("nan"), float("inf")):
+        assert Validation.of_clients({**losses, "cyd": bad}).worst == "cyd"
+    whole = Bench(tmp_path / "whole", training=ONE_ROUND)
+    whole.run(validate_round=lambda round, params: Validation.of_clients(losses))
+    assert "not_asked" not in whole.rows()[0] and whole.rows()[0]["clients"][1]["validation_loss"] == 4.0
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "exchange"),
     [

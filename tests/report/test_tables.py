@@ -89,6 +89,15 @@ def test_what_averaging_lora_missed_is_told_by_arm(tmp_path: Path) -> None:
     assert expected + "3.00% to 50.00% of what a round changed (2 rounds)." in report([run.path])
 
 
+def test_the_client_with_the_highest_validation_loss_is_named_by_arm(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-run")
+    assert "Highest validation loss" not in report([run.path])
+    row = round_row(3) | {"validation_worst": "uuid"}
+    row["metrics"]["validation_loss_worst"] = 4.0
+    run.append_jsonl("rounds.jsonl", row)
+    assert "Highest validation loss of a client, federated rules: uuid, 4.000." in report([run.path])
+
+
 def test_an_unfinished_run_is_said_plainly(tmp_path: Path) -> None:
     run = Run.at(tmp_path / "new")
     run.write_json("config.json", CONFIG)

@@ -72,7 +72,7 @@ class Stream:
         """Names the task that ends for a client with a round; empty where none does.
 
         With a part of the clients asked in each round, a client is rarely asked in the very last round of a task: the
-        task ends for it with the last round in which it is asked.
+        task ends for it with the last round in which it is asked. That is foreseen, and may turn out otherwise.
 
         Args:
             client: one that is asked in this round.

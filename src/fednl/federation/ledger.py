@@ -116,6 +116,10 @@ class Ledger:
         """Counts the accepted replies, those of clients without examples included."""
         return sum(row["status"] in VALID for row in self._rows.values())
 
+    def counted(self) -> list[str]:
+        """Lists the clients whose update is in the round's, if it makes one."""
+        return [row["name"] for row in self.rows() if row["status"] == "ok"]
+
     def withheld(self) -> bool:
         """Says whether a client has examples, but too few to share."""
         return any(row["status"] == "withheld" for row in self._rows.values())

@@ -35,7 +35,7 @@ class Letters:
 
     def __init__(self, fed: Federation, point: Point, message: Message) -> None:
         algorithm = fed.algorithm
-        self._fed, self._told, self._message = fed, frozenset(point.told), message
+        self._fed, self._point, self._told, self._message = fed, point, frozenset(point.told), message
         self._ranks = Ranks(fed.settings.lora_ranks)
         self._made = algorithm.made(point.server_state)
         self._given = {name: point.params[name] for name in algorithm.given(point.params)}
@@ -44,8 +44,10 @@ class Letters:
         """Gives what a client is sent, as it is on the wire, and what its reply must be."""
         algorithm, message, traffic = self._fed.algorithm, self._message, self._fed.exchange.traffic
         offer = algorithm.offer(message.params, self._ranks.of(client))
-        known = algorithm.once(message.extra) if client in self._told else []
-        beside = {name: tensor for name, tensor in message.extra.items() if name not in known}
+        counted = self._point.counted.get(client, 0)
+        beside = algorithm.to_client(message.extra, client, self._point.server_state, counted)
+        known = algorithm.once(beside) if client in self._told else []
+        beside = {name: tensor for name, tensor in beside.items() if name not in known}
         beside |= self._given if self._made and client not in self._told else {}
         sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
         extra = {**algorithm.extra(offer), **({} if self._made else self._given)}

@@ -14,14 +14,13 @@ from fednl.errors import DataError, MessageError
 from fednl.federation.message import Message
 from fednl.federation.params import ClientState, Params, copy, finite
 from fednl.federation.settings import TrainingSettings
+from fednl.federation.task_ends import TaskEnds
 
 if TYPE_CHECKING:
     from fednl.federation.algorithms.fedavg import FedAvg
 
 OnProgress = Callable[[dict[str, Any]], None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_OPEN = "open/"
-"""What precedes, in a client's state, the name of the task that it is at and that has not ended for it."""
 
 
 class Problem(Protocol):
@@ -70,6 +69,7 @@ class LocalPlan:
         clip: largest L2 norm of a step's gradient; 0 for no limit.
         task: the name of the round's task in a stream of tasks; empty for none.
         ends: the same name where the task ends with this round; else empty.
+        final: whether the task has no round left in which the client might be asked after all.
     """
 
     round: int
@@ -82,10 +82,13 @@ class LocalPlan:
     clip: float = 1.0
     task: str = ""
     ends: str = ""
+    final: bool = False
 
     @classmethod
-    def of(cls, training: TrainingSettings, round: int, task: str = "", ends: str = "") -> LocalPlan:
-        """Gives the plan of a round, counted from 1, under a `[training]` section; `task`, `ends` as in the class."""
+    def of(
+        cls, training: TrainingSettings, round: int, task: str = "", ends: str = "", final: bool = False
+    ) -> LocalPlan:
+        """Gives the plan of a round, counted from 1, under a `[training]` section; the others as in the class."""
         return cls(
             round=round,
             steps=training.local_steps,
@@ -97,6 +100,7 @@ class LocalPlan:
             clip=training.clip,
             task=task,
             ends=ends,
+            final=final,
         )
 
 
@@ -158,8 +162,8 @@ def train_locally(
         return replace(received, params=params, extra=extra, num_examples=0, metrics={}, status=status), state
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     watched = _Watched(problem)
-    begun = _with_late_end(algorithm, problem, received, state, plan)
-    params, new_state = algorithm.start(received, begun, watched)
+    tasks = TaskEnds(algorithm, problem, received, state, plan)
+    params, new_state = algorithm.start(received, tasks.begun, watched)
     steps = algorithm.steps(new_state, plan.steps)
     optimizer = _AdamW(params, algorithm.trainable(params), new_state, plan)
     losses: list[float] = []
@@ -174,33 +178,18 @@ def train_locally(
             on_step({"step": step + 1, "steps": steps, "loss": losses[-1]})
     if steps and not losses:
         raise DataError(f'Client "{received.client}" has {problem.num_examples} examples but gave no batch.')
-    if plan.ends:
-        new_state = algorithm.boundary(plan.ends, params, new_state, watched)
+    still_open = None
+    if tasks.may_reopen:
+        still_open = algorithm.finish(params, received, optimizer.kept(new_state), watched)[1]
+    if tasks.ends:
+        new_state = algorithm.boundary(tasks.ends, params, new_state, watched)
     message, new_state = algorithm.finish(params, received, optimizer.kept(new_state), watched)
-    new_state = _with_task(new_state, plan) if algorithm.consolidates else new_state
+    new_state = tasks.noted(new_state, still_open)
     spent = {"seconds_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
     message = _signed(message, received, losses, spent)
     _check_allowed(algorithm, message)
     healthy = finite(message.params) and finite(new_state)
     return message, new_state if healthy else state
-
-
-def _with_late_end(
-    algorithm: FedAvg, problem: Problem, received: Message, state: ClientState, plan: LocalPlan
-) -> ClientState:
-    """Ends the task that the client was at, if it is at another now: it was missing, or failed, in the last round."""
-    task = next((name.removeprefix(_OPEN) for name in state if name.startswith(_OPEN)), plan.task)
-    if task == plan.task:
-        return state
-    before = problem.earlier(task)
-    params, begun = algorithm.start(received, state, before)
-    return algorithm.boundary(task, params, begun, before)
-
-
-def _with_task(state: ClientState, plan: LocalPlan) -> ClientState:
-    """The state with the task that has yet to end."""
-    others = {name: tensor for name, tensor in state.items() if not name.startswith(_OPEN)}
-    return others | ({f"{_OPEN}{plan.task}": torch.ones(())} if plan.task and not plan.ends else {})
 
 
 def _signed(message: Message, received: Message, losses: list[float], spent: Mapping[str, float]) -> Message:

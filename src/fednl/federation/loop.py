@@ -23,16 +23,8 @@ from fednl.federation.masked_round import MaskedMean, MaskedRound
 from fednl.federation.message import Message
 from fednl.federation.params import Params, finite
 from fednl.federation.privacy import PrivateSum
-from fednl.federation.record import (
-    Federation,
-    OnEvent,
-    Point,
-    Validate,
-    begin,
-    resume,
-    save,
-    write_final,
-)
+from fednl.federation.record import Federation, OnEvent, Point, Validate, save, write_final
+from fednl.federation.resuming import begin, resume
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
@@ -202,6 +194,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
         updates=point.updates + (not reason),
         conduct=point.conduct.after(ledger.rows(), number, fed.settings),
         told=told_after(fed, point, ledger, news),
+        counted=point.counted if reason else {**point.counted, **dict.fromkeys(ledger.counted(), number)},
         spent=spent,
     )
     after = save(fed, after, ledger, reason, numbers, time.perf_counter() - started_s)

@@ -1,4 +1,4 @@
-"""Where a run stands between two rounds, and how that gets to disk and back."""
+"""Where a run stands between two rounds, and how that gets to disk."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fednl.errors import CheckpointError
-from fednl.federation.accounting import Spent, begin_privacy
+from fednl.federation.accounting import Spent
 from fednl.federation.algorithms.fedavg import FedAvg
-from fednl.federation.checkpoint import (
-    Checkpoint,
-    load_newest,
-    load_round,
-    prune,
-    save_round,
-    write_tensors,
-)
+from fednl.federation.checkpoint import prune, save_round, write_tensors
 from fednl.federation.exchange import PLAIN, Exchange
 from fednl.federation.identity import identity
 from fednl.federation.ledger import Ledger
-from fednl.federation.lora_ranks import offered
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.secure import forget
@@ -43,11 +34,14 @@ class Validation:
 
     Args:
         metrics: of the whole; the lowest `"loss"` makes `best/`.
-        clients: by client, its own measures; they go into the clients' rows.
+        clients: by client, its own measures; they go into the clients' rows, and for those that were not asked in the
+            round into `not_asked`.
+        worst: whose loss is the highest; empty where that is not known.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
+    worst: str = ""
 
     @classmethod
     def of_clients(cls, losses: Mapping[str, float], answers: Mapping[str, Sequence[bool]] = _NO_ANSWERS) -> Validation:
@@ -68,7 +62,9 @@ class Validation:
             metrics["accuracy"] = sum(map(sum, asked.values())) / sum(map(len, asked.values()))
             for client, right in asked.items():
                 clients[client] = {**clients.get(client, {}), "accuracy": sum(right) / len(right)}
-        return cls(metrics, clients)
+        return cls(
+            metrics, clients, max(losses, key=lambda client: (not math.isfinite(losses[client]), losses[client]))
+        )
 
 
 Validate: TypeAlias = Callable[[int, Params], Validation]
@@ -91,6 +87,8 @@ class Point:
     """How many rounds changed the rules."""
     attempt: int = 0
     """How often the run went back behind rounds that failed; what is drawn in a round depends on it."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """By client, the last round whose update holds a reply of it; who is in none is left out."""
     sound: int = 0
     """The last round before those that failed; this one if none did since the rules changed."""
 
@@ -148,11 +146,15 @@ def save(
     """Measures and writes a finished round: best rules, its row, then the checkpoint that makes it count."""
     loss = ledger.mean_loss()
     metrics: dict[str, float] = {**numbers} if loss is None else {"train_loss": loss, **numbers}
-    rows = ledger.rows()
+    rows, asked, beside = ledger.rows(), {row["name"] for row in ledger.rows()}, dict[str, Any]()
     if fed.validate_round is not None:
         measured = fed.validate_round(point.round, copy(point.params))
         metrics |= _validation(measured.metrics)
         rows = [row | _validation(measured.clients.get(row["name"], {})) for row in rows]
+        others = sorted(measured.clients.keys() - asked)
+        beside = {"validation_worst": measured.worst} if measured.worst else {}
+        if others:
+            beside["not_asked"] = [{"name": name, **_validation(measured.clients[name])} for name in others]
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     score = metrics.get("validation_loss")
     if score is not None and score < point.best.get("loss", math.inf):
@@ -160,9 +162,8 @@ def save(
         write_tensors(fed.path("best") / "params.safetensors", point.params, _header(point))
     facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
     facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
-    asked = {row["name"] for row in rows}
     out = sorted(client for client in point.conduct.out(point.round) if client not in asked)
-    facts |= {"quarantined": out} if out else {}
+    facts |= ({"quarantined": out} if out else {}) | beside
     fed.run.append_jsonl(fed.inside("rounds.jsonl"), {**facts, "clients": rows})
     save_round(
         fed.path("checkpoints"),
@@ -178,6 +179,7 @@ def save(
             "attempt": point.attempt,
             "conduct": asdict(point.conduct),
             "told": point.told,
+            "counted": point.counted,
             **({"spent": point.spent.to_dict()} if point.spent else {}),
             "identity": identity(fed),
         },
@@ -186,104 +188,6 @@ def save(
     )
     fed.tell("round-end", rounds=fed.training.rounds, **({} if loss is None else {"loss": loss}), **facts)
     return point
-
-
-def begin(fed: Federation, params: Params) -> Point:
-    """A fresh start: every client holds the start values of what is private to it, of its own rank."""
-    fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), 0)
-    private = sorted(set(params) - set(fed.names) - set(fed.algorithm.given(params)))
-    states = {}
-    for client in fed.transport.clients():
-        own = offered(fed.algorithm, params, client, fed.settings.lora_ranks)
-        states[client] = copy({f"private/{name}": own[name] for name in private})
-    fed.transport.restore(states)
-    spent = begin_privacy(fed.exchange.privacy, len(fed.transport.clients()), fed.folder)
-    return Point(0, copy(params), fed.algorithm.opening(params), spent=spent)
-
-
-def resume(fed: Federation, params: Params) -> Point | None:
-    """The newest good checkpoint, with everything put back to where it stood; None if there is none.
-
-    Of a run that ended in an error, the rounds that failed are taken back, as far as there are checkpoints; what they
-    have spent of a privacy budget stays spent. Done again, they draw clients and noise anew.
-    """
-    folder = fed.path("checkpoints")
-    checkpoint = load_newest(folder)
-    if checkpoint is None:
-        if (fed.run.path / fed.inside("rounds.jsonl")).exists():
-            fed.tell("note", text="no checkpoint is left, so the rounds begin again with the first")
-        return None
-    now = identity(fed)
-    # Checkpoints from before there was a quarantine go on under today's.
-    then = {"quarantine": now["quarantine"], **checkpoint.state["identity"]}
-    for key in {**then, **now}:
-        if then.get(key) != now.get(key):
-            raise CheckpointError(
-                f"The checkpoints in {folder} have {key} = {then.get(key)}, not {now.get(key)}: resume with "
-                "the settings of that run, or start a new one."
-            )
-    if checkpoint.round > fed.training.rounds:
-        raise CheckpointError(
-            f"The checkpoints in {folder} have {checkpoint.round} rounds, and training.rounds = {fed.training.rounds}: "
-            f"set it to at least {checkpoint.round}, or start a new run."
-        )
-    if _layout(checkpoint.params) != _layout(params):
-        raise CheckpointError(f"The checkpoints in {folder} hold other rules than this model has: start anew.")
-    if checkpoint.skipped:
-        fed.tell("note", text=f"damaged and left out: {', '.join(checkpoint.skipped)} in {folder}")
-    spent = Spent.from_dict(checkpoint.state["spent"]) if "spent" in checkpoint.state else None
-    newest, attempt = checkpoint.round, int(checkpoint.state.get("attempt", 0))
-    checkpoint = _before_failures(fed, checkpoint)
-    done = 0 if checkpoint is None else checkpoint.round
-    if done < newest:
-        attempt += 1
-        fed.tell("note", text=f"rounds {done + 1} to {newest} changed nothing, so they are done again")
-    if checkpoint is None:
-        return replace(begin(fed, params), spent=spent, attempt=attempt)
-    fed.transport.restore(checkpoint.client_states)
-    rows = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
-    if rows < checkpoint.round:
-        fed.tell("note", text=f"{checkpoint.round - rows} of {checkpoint.round} rounds are missing in rounds.jsonl")
-    state = checkpoint.state
-    stands = Point(
-        checkpoint.round,
-        checkpoint.params,
-        checkpoint.server_state,
-        state["best"],
-        state["failed_rounds"],
-        Conduct(**state.get("conduct", {})),
-        spent,
-        tuple(state.get("told", ())),
-        _updates(checkpoint),
-        attempt,
-        _sound(checkpoint),
-    )
-    if done < newest:
-        write_final(fed, stands)  # it was of a round that is taken back
-    return stands
-
-
-def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:
-    """Where to go on: before the failures that ended the run, else after the newest round; None for the very start."""
-    back = _sound(newest)
-    if newest.round == fed.training.rounds and not _updates(newest):
-        back = 0
-    elif newest.state["failed_rounds"] < fed.settings.max_failed_rounds:
-        return newest
-    try:
-        return load_round(fed.path("checkpoints"), back) if back else None
-    except CheckpointError:  # an earlier version kept none that old
-        return newest
-
-
-def _updates(checkpoint: Checkpoint) -> int:
-    """How many rounds changed the rules; checkpoints from before these were counted know failed rounds only."""
-    return int(checkpoint.state.get("updates", checkpoint.round - checkpoint.state["failed_rounds"]))
-
-
-def _sound(checkpoint: Checkpoint) -> int:
-    """The last round before those that failed; in older checkpoints these follow one another."""
-    return int(checkpoint.state.get("sound", checkpoint.round - checkpoint.state["failed_rounds"]))
 
 
 def write_final(fed: Federation, point: Point) -> None:
@@ -305,7 +209,3 @@ def _spared(fed: Federation, point: Point) -> set[int]:
 
 def _validation(measured: Mapping[str, float]) -> dict[str, float]:
     return {f"validation_{name}": float(value) for name, value in measured.items()}
-
-
-def _layout(params: Params) -> dict[str, tuple[Any, Any]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in params.items()}

@@ -38,7 +38,7 @@ def training_lines(run: Run) -> list[str]:
         if rounds:
             body.append(_arm_line(escape(arm), rounds, planned))
             notes += _left_out(escape(arm), rounds) + _lora_error(escape(arm), rounds)
-            notes += exchange_notes(escape(arm), rounds)
+            notes += exchange_notes(escape(arm), rounds) + _worst(escape(arm), rounds[-1])
         if rounds and isinstance(last, int) and len(rounds) < last:
             notes.append(f"{last - len(rounds)} of {last} rounds of {escape(arm)} are missing in rounds.jsonl.")
         if isinstance(planned, int) and isinstance(last, int) and last < planned:
@@ -69,6 +69,16 @@ def _arm_line(arm: str, rounds: Sequence[Mapping[str, Any]], planned: object) ->
 def _first_to_last(rounds: Sequence[Mapping[str, Any]], name: str) -> str:
     found = [row["metrics"][name] for row in rounds if name in row.get("metrics", {})]
     return f"{found[0]:.3f} to {found[-1]:.3f}" if found else "-"
+
+
+def _worst(arm: str, row: Mapping[str, Any]) -> list[str]:
+    """Whose validation loss is the highest after the last round; nothing where it was not measured."""
+    name, loss = row.get("validation_worst"), row.get("metrics", {}).get("validation_loss_worst")
+    if not name:
+        return []
+    return [
+        f"Highest validation loss of a client, {arm}: {escape(str(name))}, {'none' if loss is None else f'{loss:.3f}'}."
+    ]
 
 
 def _lora_error(arm: str, rounds: Sequence[Mapping[str, Any]]) -> list[str]:

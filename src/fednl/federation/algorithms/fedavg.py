@@ -68,9 +68,7 @@ class FedAvg:
         return select((name for name in names if name not in given), self.lets_out)
 
     def extra(self, params: Params) -> Params:
-        """Names what else messages may carry, with a tensor of the shape and dtype of each; here nothing.
-
-        A reply carries all of them but those that `apart` lists.
+        """Names what else messages may carry, with a tensor like each; a reply has all but `apart`'s; here nothing.
 
         Args:
             params: the shared rules.
@@ -78,9 +76,7 @@ class FedAvg:
         return {}
 
     def apart(self, names: Iterable[str]) -> list[str]:
-        """Lists what the server gets of each client by itself, and not as a mean; here nothing.
-
-        A reply carries all of these or none. `server_step` finds them in `combined.apart`, by client.
+        """Lists what the server gets of each client by itself, as `combined.apart`; a reply has all or none; here none.
 
         Args:
             names: of what a message carries beside the rules.
@@ -90,9 +86,9 @@ class FedAvg:
     def given(self, names: Iterable[str]) -> list[str]:
         """Lists the rules that are neither trained nor private: the server makes them and gives each client them once.
 
-        Until the server has `made` them, replies must carry what it makes them of, beside the rules and under the same
-        names; a reply that counts as zero examples need not. After that each client is sent them in its next message,
-        and again until it has answered one that carried them. A client keeps them in its state as `given/NAME`.
+        Until the server has `made` them, replies with examples must carry what it makes them of, beside the rules and
+        under the same names. Then each client is sent them, until it has answered one message that carried them, and
+        keeps them in its state as `given/NAME`.
 
         Args:
             names: canonical names; of what a message carries beside the rules, or of all rules.
@@ -108,15 +104,24 @@ class FedAvg:
         return True
 
     def broadcast(self, params: Params, server_state: ClientState) -> Params:
-        """Gives what else the server's message carries, under names of `extra`; here nothing.
-
-        A client reads it as `received.extra`. SCAFFOLD cannot be written without it.
+        """Gives what else the server's message carries, under names of `extra`, as `received.extra`; here nothing.
 
         Args:
             params: the shared rules that go out.
             server_state: the server's own tensors; empty at first.
         """
         return {}
+
+    def to_client(self, beside: Params, client: str, server_state: ClientState, counted: int) -> Params:
+        """Gives what one client is sent of `broadcast`, and what it alone is told; here the same for all.
+
+        Args:
+            beside: what `broadcast` gave.
+            client: its name.
+            server_state: the server's own tensors.
+            counted: the last round whose update holds a reply of this client; 0 for none.
+        """
+        return beside
 
     def once(self, names: Iterable[str]) -> list[str]:
         """Lists what of `broadcast` a client is sent until it has answered, and again when `apart` has brought new.
@@ -260,9 +265,7 @@ class FedAvg:
         return Message(sent, num_examples=problem.num_examples), {**state, **private}
 
     def answers(self, params: Params, state: ClientState) -> Params:
-        """Gives the rules that a client answers with; here the shared ones and what is private to it.
-
-        Where questions of a task have rules of their own, those are there as `TASK/NAME`.
+        """Gives the rules that a client answers with, a task's own as `TASK/NAME`; here shared and private ones.
 
         Args:
             params: all rules, as the server has them.
@@ -283,7 +286,7 @@ class FedAvg:
         return dict(combined.params), server_state
 
     def measure(self, sent: Params, combined: Message, new: Params, products: Params) -> dict[str, float]:
-        """Measures a server step for the round's row; here what averaging LoRA's factors one by one misses.
+        """Measures a server step for the round's row; here what averaging LoRA's factors misses (`lora_error...`).
 
         Args:
             sent: the shared rules that were sent out.
@@ -291,9 +294,6 @@ class FedAvg:
             new: what `server_step` made of them.
             products: the mean of the clients' products B A, as factors under their own names, any rank; empty where
                 no pair of factors travels.
-
-        Returns:
-            `lora_error` and `lora_error_of_update`, see `fednl.federation.lora_products.errors`.
         """
         from fednl.federation.lora_products import errors
 

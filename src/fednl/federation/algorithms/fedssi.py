@@ -118,6 +118,8 @@ class FedSsi(Consolidation):
         for name in moved:
             distance = (surrogate[name] - start[name]).square()
             old = state.get(f"importance/{name}", path[name] * 0)
+            # Only rounding is below zero: with n = surrogate_lr the path is q/2 (v - u)^2 + (1/n - q/2) times the sum
+            # of all squared changes, whatever the gradients, and the settings keep q n below 2.
             importance[name] = old + (path[name] / (distance + settings.xi)).clamp(min=0)
         return importance, {}
 

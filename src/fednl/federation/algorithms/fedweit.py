@@ -64,8 +64,8 @@ class FedWeIt(FedAvg):
     earlier tasks i, with w_i what B m_i + A_i was when the client's last task ended.
 
     What leaves a client beside B: after a task's last round its A_t, with the numbers below `sparsity` set to zero. The
-    server keeps each client's latest and sends them all, as they are and without names, to every client, once after
-    each round that brought new ones: whoever must not show what a client learned to the others must not use this.
+    server keeps each client's latest and sends every client those of the others, as they are and without names, once
+    after each round that brought new ones: whoever must not show what a client learned to the others must not use this.
     Everything else stays in the client's state: the running task's parts as `now/...`, those of finished ones as
     `task/TASK/...`. A client answers a question of a finished task with that task's parts and the base as it is now
     (`answers`); any other with the parts of the task it is at, or the base alone. The rules that `fednl.load` finds are
@@ -83,7 +83,7 @@ class FedWeIt(FedAvg):
     def extra(self, params: Params) -> Params:
         """Names each shared rule's adaptive part, and the rows of the base that a client lets count.
 
-        In a reply `adaptive/NAME` is the client's own, there when a task has ended; from the server it is all
+        In a reply `adaptive/NAME` is the client's own, there when a task has ended; from the server it is the other
         clients', with one more axis in front. `sent/NAME` is 1 for a row that counts and 0 for one that does not.
 
         Args:
@@ -113,19 +113,16 @@ class FedWeIt(FedAvg):
         """
         return self.apart(names)
 
-    def broadcast(self, params: Params, server_state: ClientState) -> Params:
-        """Gives all clients' latest adaptive parts, stacked in the order of their names, which are not told.
+    def to_client(self, beside: Params, client: str, server_state: ClientState, counted: int) -> Params:
+        """Gives all other clients' latest adaptive parts, stacked in the order of their names, which are not told.
 
         Args:
-            params: the shared rules that go out.
+            beside: nothing; there is nothing that all clients are sent.
+            client: its name.
             server_state: `adaptive/CLIENT/NAME`.
+            counted: not looked at.
         """
-        import torch
-
-        known: dict[str, list[torch.Tensor]] = {}
-        for key in sorted(server_state, key=lambda key: key.rpartition("/")[0]):  # by client, whatever the rule
-            known.setdefault(f"adaptive/{key.rpartition('/')[2]}", []).append(server_state[key])
-        return {name: torch.stack(tensors) for name, tensors in known.items()}
+        return parts.of_others(client, server_state)
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
         """Starts from the base; where a task begins, gives it parts of its own and takes up those of others.
@@ -171,10 +168,10 @@ class FedWeIt(FedAvg):
         """
         total: torch.Tensor | float = 0.0
         if self.settings.sparsity:
-            adaptive = [name for name in params if "/adaptive/" in name]
+            adaptive = [name for name in params if "/adaptive/" in name]  # the running task's, and finished ones'
             total += self.settings.sparsity * sum(params[name].abs().sum() for name in adaptive)
         if self.settings.drift:
-            anchors = {name: tensor for name, tensor in state.items() if "/anchor/" in name}
+            anchors = {name: state[name] for name in parts.anchors(state)}
             now = {name: parts.finished(name, {**state, **params}) for name in anchors}
             total += self.settings.drift / 2 * sum((now[name] - anchors[name]).square().sum() for name in anchors)
         return total
@@ -250,7 +247,7 @@ class FedWeIt(FedAvg):
         """
         own = super().answers(params, state)
         found = parts.composed({**own, **parts.moved(state)}, state)
-        for key in [key for key in state if "/anchor/" in key]:
+        for key in parts.anchors(state):
             _, task, _, name = key.split("/")
             found[f"{task}/{name}"] = parts.finished(key, {**state, **own}) + state.get(
                 key.replace("/anchor/", "/borrowed/"), 0
@@ -261,6 +258,8 @@ class FedWeIt(FedAvg):
         """The parts that a task starts with: together with the base they are the base."""
         import torch
 
+        from fednl.federation.params import kept
+
         fresh: Params = {}
         names, own = self.shared(rules), self.settings.parts
         for name in names:
@@ -269,19 +268,11 @@ class FedWeIt(FedAvg):
             fresh[f"now/adaptive/{name}"] = missing if "mask" in own else torch.zeros_like(rules[name])
             if "mask" in own:
                 fresh[f"now/mask/{name}"] = mask
-        others = self._others(names, received, state) if "attention" in own else {}
+        others = (kept(received.extra, "adaptive") or kept(state, "heard")) if "attention" in own else {}
         for name, stacked in others.items():
             fresh[f"now/others/{name}"] = stacked
             fresh[f"now/attention/{name}"] = stacked.new_zeros(len(stacked))
         return fresh
-
-    def _others(self, names: list[str], received: Message, state: ClientState) -> Params:
-        """What came of other clients; this client's own, which comes back too, is known by its numbers."""
-        from fednl.federation.params import kept
-
-        tasks = {name.split("/")[1] for name in state if "/adaptive/" in name}
-        mine = [{name: self._pruned(state[f"task/{task}/adaptive/{name}"]) for name in names} for task in tasks]
-        return parts.without(mine, kept(received.extra, "adaptive") or kept(state, "heard"))
 
     def _pruned(self, adaptive: torch.Tensor) -> torch.Tensor:
         pruned: torch.Tensor = adaptive * (adaptive.abs() > self.settings.sparsity)

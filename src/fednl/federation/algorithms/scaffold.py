@@ -34,15 +34,14 @@ class Scaffold(FedAvg):
     Clients with different data then agree on where to go, and the average no longer settles between their own
     optima. A message carries a control variate of the size of each shared rule, both ways, so a round costs
     twice FedAvg's bytes. A client keeps c_k in its state as `control/NAME`, with its `weight` in c, and what it
-    sent last as `pending/NAME` and `sent/weight` until it hears that the round `sent` counted: after a round without
-    a quorum c_k is the old one.
+    sent last, in the round `sent`, as `pending/NAME` and `sent/weight` until it hears which of its replies the server
+    counted last: after a round without a quorum, or one in which its reply was lost or refused, c_k is the old one.
 
     As published, c_k becomes c_k - c + (w_sent - w_k) / (steps rate). That is the mean of a round's data
     gradients under plain SGD, but no gradient at all under AdamW; here that mean is taken itself. A client's
     weight in c is that in the mean of the rules, and changes with it from task to task. c is over the clients
     heard so far: one that takes part for the first time is not corrected, and counts in c from then on (as
-    published it would start from c_k = 0). If the server refuses a single reply, its change of c_k is missing from c.
-    Settings: `ScaffoldSettings`.
+    published it would start from c_k = 0). Settings: `ScaffoldSettings`.
 
     Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, option II; the three choices above are ours.
     """
@@ -54,8 +53,8 @@ class Scaffold(FedAvg):
         """Names a control variate for each shared rule, and `held`.
 
         In a reply, `held` is the weight with which c holds an earlier c_k of this client, in parts of the weight it
-        has now: 1 while that does not change, 0 if c holds none. From the server it is the rounds whose replies c
-        holds, int64 [rounds].
+        has now: 1 while that does not change, 0 if c holds none. From the server it is the last round whose reply of
+        this client c holds, int64, 0 for none.
 
         Args:
             params: the shared rules.
@@ -67,16 +66,29 @@ class Scaffold(FedAvg):
         return {**control, "held": torch.zeros((), dtype=torch.float64)}
 
     def broadcast(self, params: Params, server_state: ClientState) -> Params:
-        """Gives c as `control/NAME`, and `held`; nothing before the first round that counts.
+        """Gives c as `control/NAME`; nothing before the first round that counts.
 
         Args:
             params: the shared rules that go out.
             server_state: what `server_step` gave.
         """
-        return {name: tensor for name, tensor in server_state.items() if name != "examples"}
+        return {name: tensor for name, tensor in server_state.items() if name.startswith("control/")}
+
+    def to_client(self, beside: Params, client: str, server_state: ClientState, counted: int) -> Params:
+        """Gives c, and as `held` which of the client's own replies is in it.
+
+        Args:
+            beside: what `broadcast` gave.
+            client: its name.
+            server_state: what `server_step` gave.
+            counted: the last round whose update holds a reply of this client; 0 for none.
+        """
+        import torch
+
+        return {**beside, "held": torch.tensor(counted)}
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
-        """Starts as FedAvg does; takes up the c_k that was sent last, if its round counted.
+        """Starts as FedAvg does; takes up the c_k that was sent last, if the server counted that reply.
 
         Args:
             received: the server's message.
@@ -85,7 +97,7 @@ class Scaffold(FedAvg):
         """
         params, state = super().start(received, state, problem)
         kept = {name: tensor for name, tensor in state.items() if not name.startswith(("pending/", "sent"))}
-        if "held" in received.extra and "sent" in state and bool((received.extra["held"] == state["sent"]).any()):
+        if "held" in received.extra and "sent" in state and int(received.extra["held"]) == int(state["sent"]):
             sent = {name.removeprefix("pending/"): t for name, t in state.items() if name.startswith("pending/")}
             kept |= {f"control/{name}": tensor for name, tensor in sent.items()}
             kept |= {"weight": state["sent/weight"]} if "sent/weight" in state else {}
@@ -148,7 +160,7 @@ class Scaffold(FedAvg):
         Args:
             params: the shared rules that were sent out.
             combined: the combined replies.
-            server_state: `control/NAME`, the `examples` it is the mean over, and `held`; empty at first.
+            server_state: `control/NAME`, and the `examples` it is the mean over; empty at first.
         """
         new, _ = super().server_step(params, combined, server_state)
         if "held" not in combined.extra:
@@ -156,8 +168,7 @@ class Scaffold(FedAvg):
         known = combined.extra["held"]
         before = server_state.get("examples", known * 0)
         examples = before + ((1 - known) * combined.num_examples).round()
-        rounds = [*server_state.get("held", known.new_zeros(0)).tolist(), combined.round]
-        state: ClientState = {"examples": examples, "held": known.new_tensor(rounds).long()}
+        state: ClientState = {"examples": examples}
         for name, change in combined.extra.items():
             if name != "held":
                 # With n all weights: n c = n_before c_before + the sum of what came, over the clients heard so far.

@@ -26,6 +26,11 @@ def is_moved(name: str) -> bool:
     )
 
 
+def anchors(state: Params) -> list[str]:
+    """Lists where finished tasks were, `task/TASK/anchor/NAME`, of a client's state."""
+    return [name for name in state if name.startswith("task/") and "/anchor/" in name]
+
+
 def moved(tensors: Params) -> Params:
     """Gives the parts that local steps move; not copied."""
     return {name: tensor for name, tensor in tensors.items() if is_moved(name)}
@@ -89,22 +94,24 @@ def put_aside(task: str, shared: list[str], tensors: Params) -> Params:
         if f"now/attention/{name}" in tensors:
             kept[f"task/{task}/borrowed/{name}"] = borrowed(name, tensors)
             kept[f"heard/{name}"] = tensors[f"now/others/{name}"]  # for the next task, should nothing newer come
-    kept |= {name: finished(name, kept) for name in kept if "/anchor/" in name}
+    kept |= {name: finished(name, kept) for name in anchors(kept)}
     return {name: tensor for name, tensor in kept.items() if not is_base(name)}
 
 
-def without(mine: list[Params], stacked: Params) -> Params:
-    """Gives stacked adaptive parts without the entries that are one of a client's own; none where none is left.
+def of_others(client: str, held: Params) -> Params:
+    """Gives others' latest adaptive parts by rule as `adaptive/NAME`, `[clients, ...]`, in the order of their names.
 
     Args:
-        mine: what the client may have sent, by rule.
-        stacked: by rule, `[clients, ...]`, in the same order of clients for all rules.
+        client: whose own are left out.
+        held: what the server holds, as `adaptive/CLIENT/NAME`; a client's name may hold anything.
     """
     import torch
 
-    entries = range(len(next(iter(stacked.values())))) if stacked else ()
-    other = [e for e in entries if not any(all(torch.equal(own[n], stacked[n][e]) for n in stacked) for own in mine)]
-    return {name: tensor[other] for name, tensor in stacked.items()} if other else {}
+    found: dict[str, list[torch.Tensor]] = {}
+    for owner in sorted({key.rpartition("/")[0] for key in held} - {f"adaptive/{client}"}):  # whatever the rule
+        for key in [key for key in held if key.rpartition("/")[0] == owner]:
+            found.setdefault(f"adaptive/{key.rpartition('/')[2]}", []).append(held[key])
+    return {name: torch.stack(tensors) for name, tensors in found.items()}
 
 
 def by_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
