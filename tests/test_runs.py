@@ -134,11 +134,14 @@ def test_a_resumed_run_drops_later_rows(run: Run, keep: int) -> None:
     assert not (run.path / "absent.jsonl").exists()
 
 
-def test_a_run_belongs_to_one_process_at_a_time(run: Run) -> None:
+def test_c23_a_run_belongs_to_one_process_at_a_time_and_a_second_is_told_so_at_once(run: Run) -> None:
     code = f"from pathlib import Path; from fednl.runs import Run\nwith Run(Path({str(run.path)!r})).locked(): pass"
     command = [sys.executable, "-c", code]
     with run.locked():
-        with pytest.raises(FednlError, match="another process is at work on"), Run(run.path).locked():
+        with (
+            pytest.raises(FednlError, match=r"another process is at work on .*: wait for it, or stop it"),
+            Run(run.path).locked(),
+        ):
             pass
         assert b"another process is at work" in subprocess.run(command, capture_output=True).stderr
     subprocess.run(command, check=True)

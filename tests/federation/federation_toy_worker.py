@@ -20,7 +20,7 @@ from fednl.federation.workers import serve, train_handler
 def main() -> None:
     facts = json.loads(sys.argv[1])
     training = TrainingSettings.model_validate(facts["training"])
-    inner = toy_endpoint(FedAvg(shared=facts["shared"]), training, SIZES)
+    inner = toy_endpoint(FedAvg(shared=facts["shared"]), training, facts.get("sizes", SIZES))
 
     def endpoint(client: str, *rest: Any) -> Any:
         mark = Path(facts["kill"]) if "kill" in facts else None

@@ -71,6 +71,18 @@ def test_two_workers_give_the_bits_of_this_process(
         assert all(client["up_bytes"] > 0 and client["down_bytes"] > 0 for client in row["clients"])
 
 
+def test_c30_two_hundred_clients_on_one_machine_take_part_through_two_processes(tmp_path: Path) -> None:
+    """A client is a job and no connection, so none is turned away."""
+    sizes = {f"client-{number:03}": 1 + number % 3 for number in range(200)}
+    toy = Bench(tmp_path / "run", sizes=sizes, algorithm=FedAvg(shared="memory"))
+    toy.training = TRAINING.model_copy(update={"rounds": 1, "local_steps": 1})
+    with pool_of(2, sizes=sizes) as pool:
+        toy.run(ProcessTransport(pool, sizes))
+    (row,) = toy.rows()
+    assert [client["name"] for client in row["clients"]] == sorted(sizes)
+    assert {client["status"] for client in row["clients"]} == {"ok"} and row["updated"]
+
+
 def test_and_the_same_handlers_in_this_process(tmp_path: Path, in_process: tuple[Params, ClientState]) -> None:
     toy = bench(tmp_path)
     check_same(tmp_path, InlinePool({"train": train_handler(toy.endpoint())}), in_process)

@@ -177,9 +177,9 @@ def test_an_encoder_decoder_is_no_causal_language_model(folder: Path) -> None:
         _load(folder)
 
 
-def test_a_quantised_copy_is_refused(folder: Path) -> None:
+def test_b10_a_quantised_copy_is_refused_and_the_full_precision_model_asked_for(folder: Path) -> None:
     _edit(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(BackboneError, match="quantised"):
+    with pytest.raises(BackboneError, match="is a quantised copy; name the full-precision model behind it"):
         _load(folder)
 
 
