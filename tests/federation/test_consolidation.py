@@ -167,6 +167,19 @@ def test_a_second_task_without_gradient_leaves_the_first_as_it_was_learned(
         assert torch.equal(state["anchor/w"], params["w"])
 
 
+def test_fedssis_anchor_is_what_the_round_after_a_task_began_with_until_the_next_task_ends() -> None:
+    algorithm, bowl, state, anchors = ssi(), Bowl(numbers(2.0)), dict[str, torch.Tensor](), []
+    for round, sent in enumerate((0.0, 1.0, 5.0, 6.0, 8.0, 9.0), 1):  # three tasks of two rounds
+        received = Message({"w": numbers(sent)}, round=round)
+        params, state = algorithm.start(received, state, bowl)
+        anchors.append(float(state.get("anchor/w", numbers(-1.0))))
+        if round % 2 == 0:
+            state = algorithm.boundary(f"task {round}", params, state, bowl)
+            assert "anchor/w" not in state
+        _, state = algorithm.finish(params, received, state, bowl)
+    assert anchors == [-1.0, -1.0, 5.0, 5.0, 8.0, 8.0]
+
+
 def test_a_surrogates_path_sums_to_the_drop_of_the_loss() -> None:
     bowl, start = Bowl(numbers(2.0, -1.0, 0.5), 1.7), {"w": numbers(0.0, 1.0, 0.5)}
     algorithm = ssi(locality=1.0, surrogate_steps=5000, surrogate_lr=2e-3)
