@@ -211,7 +211,7 @@ def test_a_client_with_one_loss_gives_no_interval_to_any_average() -> None:
 
 
 def test_of_three_and_of_many_losses_the_average_is_inside_its_interval_nearly_as_often_as_it_says() -> None:
-    """With two in place of three 87% are inside; what is missing to 95% is Welch's approximation (decision 0046)."""
+    """With two in place of three 87% are inside; what is missing to 95% is Welch's approximation (decision 0047)."""
     rng, inside, trials = np.random.default_rng(3), 0, 300
     for trial in range(trials):
         losses = {name: rng.standard_normal(n).tolist() for name, n in (("few", 3), ("many", 30))}
