@@ -55,8 +55,8 @@ def test_the_last_preset_that_is_named_wins_whole(tmp_path: Path) -> None:
     step = mamba.with_overrides(["run.seed=3"])
     assert step.with_overrides(["federation.preset=fednl"]) == fednl.with_overrides(["run.seed=3"])
     assert fednl.with_overrides(["federation.preset=fed-mamba"]) == mamba
-    sixteen = mamba.with_overrides(["lora.rank=16"]).with_overrides(["federation.preset=fednl"])
-    assert (sixteen.lora.rank, sixteen.memory) == (16, Config().memory)
+    four = mamba.with_overrides(["lora.rank=4"]).with_overrides(["federation.preset=fednl"])
+    assert (four.lora.rank, four.memory) == (4, Config().memory)
     icl = Config.from_dict({"federation": {"preset": "ifed-icl"}, "evaluation": {"arms": ["federated"]}})
     assert icl.with_overrides(["federation.preset=fednl"]).federation == Config().federation
     both = ["federation.preset=fed-mamba", "federation.preset=fednl"]

@@ -217,7 +217,9 @@ def test_outcomes_come_back_from_their_file(tmp_path: Path) -> None:
     first = json.loads(path.read_text().splitlines()[0])
     assert set(first) == {"arm", *Outcome.__dataclass_fields__}
     # Names and numbers only: nothing that was asked or answered.
-    assert all(key in ("arm", "client", "task") or isinstance(value, int | float) for key, value in first.items())
+    assert all(
+        key in ("arm", "client", "task", "question") or isinstance(value, int | float) for key, value in first.items()
+    )
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"arm": "a"}', '{"arm": "a", "client": "c", "index": 1}'])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,9 @@ def load_outcomes(path: Path) -> dict[str, list[Outcome]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
+            outcome = Outcome(**{name: record[name] for name in names})
             later = {name: record.get(name, "") for name in ("task", "question")}
-            outcome = Outcome(**{name: record[name] for name in names}, **later)
+            outcome = replace(outcome, **later)
             arms.setdefault(record["arm"], []).append(outcome)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path} line {number} is not an outcome: measure the run again.") from None
