@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fednl.evaluation.outcomes import Outcome
 from fednl.federation.checkpoint import read_tensors
 from fednl.reproduce import ablation, table_named
 from fednl.reproduce.sitting import Sitting
@@ -52,3 +53,27 @@ def test_perplexities_stand_beside_the_papers_and_are_of_the_same_stretches(fold
     frozen = macro["full"]["value"] - macro["rules frozen"]["value"]
     assert gaps["rules frozen"] == pytest.approx(frozen, abs=1e-9)
     assert len(gaps) == len(ablation.LINES) - 1
+
+
+def test_a_line_that_read_other_text_is_not_compared(tmp_path: Path) -> None:
+    def read(nats: float, text: str) -> list[Outcome]:
+        return [
+            Outcome("ada", at, 0, 0, True, True, nats * (1 + 0.01 * at), 1.0, 3, question=f"{text} {at}")
+            for at in range(6)
+        ]
+
+    names = [line.name for line in ablation.LINES]
+    answers = {
+        names[0]: read(1.0, "a"),
+        names[1]: read(2.0, "a"),
+        names[2]: read(3.0, "b"),
+        names[3]: read(3.0, "a")[:4],
+    }
+    page = ablation.written(Sitting(table_named("ablation"), "tiny", tmp_path), answers)
+    rows = page.measured["ablation"]
+    told = {row["baseline"]: row["verdict"] for row in rows if row["metric"] == "difference"}
+    other = "asked other prompts, does not count"
+    assert told == {names[1]: "better", names[2]: other, names[3]: other}
+    assert {row["method"] for row in rows if "note" in row and "baseline" not in row} == set(names[2:4])
+    lines = [line for line in page.text.splitlines() if line.startswith(f"| {names[2]}")]
+    assert len(lines) == 2 and all("(asked other prompts)" in line for line in lines)

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fednl.evaluation.outcomes import Outcome
+import pytest
+
+from fednl.evaluation.outcomes import Outcome, other_questions
 from fednl.reproduce import needles, table_named
 from fednl.reproduce.comparison import Asked, Shown, above_chance, answered, comparison_rows, written
 from fednl.reproduce.sitting import Sitting
@@ -64,7 +66,7 @@ def test_lengths_that_share_a_run_are_measured_one_after_the_other_on_their_own_
 
 def test_where_prompts_have_no_common_length_rows_have_none() -> None:
     one = Asked("x", "x", (Line("a", Method("a")),), ("candidates",))
-    rows = comparison_rows({"a": outcomes(9, 1.0), "b": outcomes(8, 1.0)}, one, 0)
+    rows = comparison_rows({"a": outcomes(9, 1.0), "b": outcomes(8, 1.0)}, one, 0, {})
     assert any(row["metric"] == "difference" for row in rows) and not any("tokens" in row for row in rows)
 
 
@@ -89,7 +91,7 @@ def test_what_is_won_where_a_line_does_not_count_is_no_win(tmp_path: Path) -> No
     lines = (needles.OURS, needles.FLOOR, needles.CEILING)
     answers = {line.name: outcomes(*how) for line, how in zip(lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=True)}
     mark = partial(needles._why_not, out=tmp_path, reach=8192)
-    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=partial(needles.rows_of, mark=mark))
+    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=needles.rows_of)
     page = written(sitting, [one], {one.name: answers}, shown)
     rows = page.measured[one.name]
     gaps = {(row["baseline"], row["of"]): row for row in rows if row["metric"] == "difference"}
@@ -138,8 +140,31 @@ def test_lines_that_were_asked_other_prompts_are_not_compared(tmp_path: Path) ->
     answers = {line.name: outcomes(*how) for line, how in zip(one.lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=True)}
     mark = partial(needles._why_not, out=tmp_path, reach=8192)
     assert [mark(line.name, one) for line in one.lines] == ["", "", "asked other prompts"]
-    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=partial(needles.rows_of, mark=mark))
+    shown = Shown((), "", mark=mark, more=needles.closed_lines, rows=needles.rows_of)
     page = written(sitting, [one], {one.name: answers}, shown)
     verdicts = {(row["baseline"], row["verdict"]) for row in page.measured[one.name] if row["metric"] == "difference"}
     assert verdicts == {(needles.FLOOR.name, "better"), (needles.CEILING.name, "asked other prompts, does not count")}
     assert page.text.count("no share, as floor or ceiling does not count (asked other prompts)") == 2
+
+
+@pytest.mark.parametrize("change", ["golds", "counts"])
+def test_lines_whose_answers_cannot_be_paired_do_not_stop_the_table(tmp_path: Path, change: str) -> None:
+    """As of folders from before questions had names: only right answers or their number tell."""
+    sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(512)
+    answers = {line.name: outcomes(*how) for line, how in zip(one.lines, ((14, 0.5), (5, 2.0), (3, 3.0)), strict=False)}
+    others = answers[needles.CEILING.name]
+    answers[needles.CEILING.name] = [replace(x, gold=1) for x in others] if change == "golds" else others[:-2]
+    page = written(sitting, [one], {one.name: answers}, Shown((), "", more=needles.closed_lines, rows=needles.rows_of))
+    gaps = {(row["baseline"], row["of"]): row for row in page.measured[one.name] if row["metric"] == "difference"}
+    assert gaps[needles.FLOOR.name, "candidates"]["verdict"] == "better"
+    for of in one.metrics:
+        row = gaps[needles.CEILING.name, of]
+        assert row["verdict"] == "asked other prompts, does not count" and row.keys().isdisjoint({"value", "p", "low"})
+    assert f"FedNL minus {needles.CEILING.name}: asked other prompts, does not count" in page.text
+    assert page.text.count("no share, as floor or ceiling does not count (asked other prompts)") == 2
+
+
+def test_questions_of_clients_that_one_line_alone_answers_are_no_other_ones() -> None:
+    some = outcomes(9, 1.0)
+    assert not other_questions(some, some[15:]) and not other_questions(some[::-1], some)
+    assert other_questions(some, some[14:])

@@ -101,6 +101,20 @@ def unlike_questions(some: Sequence[Outcome], others: Sequence[Outcome]) -> int:
     return sum(first != second for first, second in pairs)
 
 
+def other_questions(some: Sequence[Outcome], others: Sequence[Outcome]) -> bool:
+    """Says whether two lines answered other questions, so that no answer of one is paired with one of the other.
+
+    Args:
+        some: outcomes of one line, in any order.
+        others: outcomes of another. Clients that only one of the two has do not count.
+    """
+    if unlike_questions(some, others):
+        return True
+    first, second = ({(one.client, one.index): one.gold for one in arm} for arm in (some, others))
+    both = {client for client, _ in first} & {client for client, _ in second}
+    return any(first.get(place) != second.get(place) for place in first.keys() | second.keys() if place[0] in both)
+
+
 def values_by_client(outcomes: Sequence[Outcome], field: str) -> dict[str, list[float]]:
     """Gives one number of every outcome, by client and in the order of the questions, which pairs it with others'.
 

@@ -49,6 +49,8 @@ def difference(row: Row) -> str:
     """One paired difference in words."""
     method, baseline = (escape(ARMS.get(row[key], row[key])) for key in ("method", "baseline"))
     metric = METRICS[row["of"]]
+    if "value" not in row:
+        return f"{metric.short}: {method} minus {baseline}: {row.get('verdict', 'no verdict')}"
     form = f"+{metric.form}"
     ends = bracket(row, metric.scale, form)
     gap = (

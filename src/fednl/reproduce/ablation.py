@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from fednl.evaluation.measures import TEXT
-from fednl.evaluation.outcomes import Outcome
-from fednl.evaluation.rows import MACRO, Row, result_rows
+from fednl.evaluation.rows import MACRO, Row
 from fednl.reproduce import page, papers
+from fednl.reproduce.comparison import Answers, Asked, asked_others, comparison_rows, with_mark, without_claims
 from fednl.reproduce.sitting import Sitting
 from fednl.reproduce.table import Line, Method, Page, Scale, Table
 from fednl.reproduce.text_sets import PAPER_SETS, SMALL_SETS, TINY_SETS
@@ -36,7 +36,7 @@ _METRIC = "text_nats_per_token"
 
 def work(sitting: Sitting) -> Iterator[Page]:
     """Trains run by run, asks each, and gives the table after each."""
-    found: dict[str, list[Outcome]] = {}
+    found: Answers = {}
     for method in dict.fromkeys(line.method for line in LINES):
         own = [line for line in LINES if line.method == method]
         answered = sitting.answers(method, [line.arm for line in own])
@@ -44,7 +44,7 @@ def work(sitting: Sitting) -> Iterator[Page]:
         yield written(sitting, {line.name: found[line.name] for line in LINES if line.name in found})
 
 
-def written(sitting: Sitting, answers: Mapping[str, Sequence[Outcome]]) -> Page:
+def written(sitting: Sitting, answers: Answers) -> Page:
     """The table as far as there are answers.
 
     Args:
@@ -52,16 +52,19 @@ def written(sitting: Sitting, answers: Mapping[str, Sequence[Outcome]]) -> Page:
         answers: line -> how it foresaw each stretch.
     """
     config = sitting.config(FULL)
-    pairs = [(OURS.name, name) for name in answers if name != OURS.name]
     seed, tokens = config.run.seed, config.data.tokens
-    rows = result_rows(answers, seed=seed, tokens=tokens, metrics=TEXT.metrics, pairs=pairs)
+    one = Asked("ablation", "ordinary text", LINES, TEXT.metrics, tokens=tokens)
+    marks = {line.name: asked_others(answers, line.name, one) for line in LINES}
+    rows = without_claims(comparison_rows(answers, one, seed, marks), marks)
+    named = [row | {"method": with_mark(row["method"], marks[row["method"]])} for row in rows]
+    ours = {line: with_mark(cell, marks[line]) for line, cell in perplexities(rows).items()}
     heading = f"perplexity, {tokens:,} tokens"
     parts = [
         page.head(sitting),
-        page.beside([heading], {heading: perplexities(rows)}, (papers.ABLATION,), LINES),
+        page.beside([heading], {heading: ours}, (papers.ABLATION,), LINES),
         f"Perplexity is exp of the macro average of nats per token, its interval that of the average. {_READING}",
         page.INTERVALS,
-        *page.by_client(rows, _METRIC),
+        *page.by_client(named, _METRIC),
         *page.differences(rows),
         "## The paper",
         page.as_published(papers.ABLATION),

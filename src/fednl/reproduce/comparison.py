@@ -8,7 +8,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from fednl.evaluation.measures import METRICS
-from fednl.evaluation.outcomes import Outcome, unlike_questions
+from fednl.evaluation.outcomes import Outcome, other_questions
 from fednl.evaluation.rows import CHANCE, MACRO, Row, result_rows
 from fednl.reproduce import page
 from fednl.reproduce.table import Line, Page, Published
@@ -72,17 +72,24 @@ def answered(sitting: Sitting, asked: Sequence[Asked]) -> Iterator[dict[str, Ans
         yield {one.name: _in_order(found[one.name], one.lines) for one in asked}
 
 
-def comparison_rows(answers: Answers, one: Asked, seed: int) -> list[Row]:
+def comparison_rows(answers: Answers, one: Asked, seed: int, marks: Mapping[str, str]) -> list[Row]:
     """Makes rows of every line, and of the first against each other.
 
     Args:
         answers: line -> its answers.
         one: the questions.
         seed: the runs' seed.
+        marks: line -> why its numbers do not count; a difference to one that answered other questions has no value.
     """
     first = one.lines[0].name
-    pairs = [(first, name) for name in answers if name != first] if first in answers else []
-    return result_rows(answers, seed=seed, tokens=one.tokens, metrics=one.metrics, pairs=pairs, chance=one.chance)
+    rest = [name for name in answers if name != first] if first in answers else []
+    pairs = [(first, name) for name in rest if marks.get(name) != OTHERS]
+    rows = result_rows(answers, seed=seed, tokens=one.tokens, metrics=one.metrics, pairs=pairs, chance=one.chance)
+    common: Row = {"client": MACRO, "metric": "difference", "seed": seed}
+    common |= {} if one.tokens is None else {"tokens": one.tokens}
+    for name in (name for name in rest if marks.get(name) == OTHERS):
+        rows += [{"method": first, "baseline": name, "of": metric} | common for metric in one.metrics]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -94,14 +101,14 @@ class Shown:
         reading: what has to be known to read it.
         mark: why a line's numbers do not count at some questions; empty where they do.
         more: further parts of the section of some questions, from its rows.
-        rows: makes the rows of some questions, from the answers to them and the runs' seed.
+        rows: makes the rows of some questions, from the answers to them, the runs' seed, and what `mark` says of lines.
     """
 
     published: tuple[Published, ...]
     reading: str
     mark: Callable[[str, Asked], str] = lambda line, one: ""
     more: Callable[[Sequence[Row], Asked], list[str]] = lambda rows, one: []
-    rows: Callable[[Answers, Asked, int], list[Row]] = comparison_rows
+    rows: Callable[[Answers, Asked, int, Mapping[str, str]], list[Row]] = comparison_rows
 
 
 def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answers], shown: Shown) -> Page:
@@ -118,14 +125,17 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
     seed = sitting.config(lines[0].method).run.seed
     marks = {
         one.name: {
-            line.name: shown.mark(line.name, one) or asked_others(found[one.name], line.name, one) for line in one.lines
+            line.name: asked_others(found[one.name], line.name, one) or shown.mark(line.name, one) for line in one.lines
         }
         for one in asked
     }
-    measured = {one.name: without_claims(shown.rows(found[one.name], one, seed), marks[one.name]) for one in asked}
+    measured = {
+        one.name: without_claims(shown.rows(found[one.name], one, seed, marks[one.name]), marks[one.name])
+        for one in asked
+    }
     ours = {
         f"{METRICS[one.metrics[0]].column}, {one.title}": {
-            line: _with_mark(cell, marks[one.name][line])
+            line: with_mark(cell, marks[one.name][line])
             for line, cell in page.macro_cells(measured[one.name], one.metrics[0]).items()
         }
         for one in asked
@@ -143,7 +153,7 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
             continue
         parts += [*shown.more(rows, one), *page.chance_line(above_chance(rows, one.metrics[0]))]
         for metric in one.metrics:
-            named = [row | {"method": _with_mark(row["method"], marks[one.name][row["method"]])} for row in rows]
+            named = [row | {"method": with_mark(row["method"], marks[one.name][row["method"]])} for row in rows]
             parts += page.by_client(named, metric, where)
         parts += page.differences(rows, where)
     if shown.published:
@@ -155,7 +165,7 @@ def written(sitting: Sitting, asked: Sequence[Asked], found: Mapping[str, Answer
 
 
 def asked_others(answers: Answers, line: str, one: Asked) -> str:
-    """Says that a line answered other questions than the first one: their runs read a source that changed in between.
+    """Says that a line answered other questions than the first one: their source or settings changed in between.
 
     Args:
         answers: line -> its answers, as far as there are any.
@@ -165,7 +175,7 @@ def asked_others(answers: Answers, line: str, one: Asked) -> str:
     Returns:
         Why its numbers do not count; empty where they do.
     """
-    return OTHERS if unlike_questions(answers.get(one.lines[0].name, ()), answers.get(line, ())) else ""
+    return OTHERS if other_questions(answers.get(one.lines[0].name, ()), answers.get(line, ())) else ""
 
 
 def without_claims(rows: Sequence[Row], marks: Mapping[str, str]) -> list[Row]:
@@ -184,7 +194,8 @@ def without_claims(rows: Sequence[Row], marks: Mapping[str, str]) -> list[Row]:
     return made
 
 
-def _with_mark(text: str, why: str) -> str:
+def with_mark(text: str, why: str) -> str:
+    """A line's name or number, with why its numbers do not count; as it is where they do."""
     return f"{text} ({why})" if why else text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from fednl.reproduce.comparison import (
     Asked,
     Shown,
     answered,
-    asked_others,
     comparison_rows,
     written,
 )
@@ -93,33 +92,31 @@ def work(sitting: Sitting) -> Iterator[Page]:
     ]
     for found in answered(sitting, asked):
         mark = partial(_why_not, out=sitting.out, reach=context_tokens(Run(sitting.out)))
-        shown = Shown((papers.NEEDLES,), _READING, mark=mark, more=closed_lines, rows=partial(rows_of, mark=mark))
+        shown = Shown((papers.NEEDLES,), _READING, mark=mark, more=closed_lines, rows=rows_of)
         yield written(sitting, asked, found, shown)
 
 
-def rows_of(
-    answers: Answers, one: Asked, seed: int, mark: Callable[[str, Asked], str] = lambda line, one: ""
-) -> list[Row]:
+def rows_of(answers: Answers, one: Asked, seed: int, marks: Mapping[str, str]) -> list[Row]:
     """Rows of every line, of the first against each other, and of the way from floor to ceiling that it closes.
 
     Args:
         answers: line -> its answers.
         one: the questions.
         seed: the runs' seed.
-        mark: why a line's numbers do not count, as of `Shown`.
+        marks: line -> why its numbers do not count; empty where they do.
     """
-    rows = comparison_rows(answers, one, seed)
+    rows = comparison_rows(answers, one, seed, marks)
     if not {OURS.name, FLOOR.name, CEILING.name} <= answers.keys():
         return rows
     for metric in _CLOSED:
-        values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         row: Row = {"method": OURS.name, "client": MACRO, "metric": "share_closed", "of": metric}
         row |= {} if one.tokens is None else {"tokens": one.tokens}
         row |= {"floor": FLOOR.name, "ceiling": CEILING.name, "seed": seed}
         ends = (CEILING.name, FLOOR.name)
-        if why := next(filter(None, (mark(end, one) or asked_others(answers, end, one) for end in ends)), ""):
+        if why := next(filter(None, (marks.get(end) for end in ends)), ""):
             rows.append(row | {"note": why})
             continue
+        values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         share = share_closed(values[0], values[1], values[2], seed, shares=METRICS[metric].kind == "share")
         # Without a value: the floor is not told from the ceiling.
         rows.append(row | ({"value": share.value, "n": share.n, **told_ends(share)} if share else {}))
@@ -163,7 +160,7 @@ def _why_not(line: str, one: Asked, out: Path, reach: int | None) -> str:
     ours, theirs = (questions(Run(out / name), one.changed) for name in (one.lines[0].method.name, method.name))
     # Facts stand outside the window: in a short prompt another window moves them.
     other = OTHERS if ours and theirs and ours != theirs else ""
-    return _outside(line, one.tokens, reach) or other
+    return other or _outside(line, one.tokens, reach)
 
 
 def _outside(line: str, tokens: int | None, reach: int | None) -> str:
