@@ -87,6 +87,8 @@ def test_the_way_that_is_closed_has_a_mean_where_it_is_there_at_every_seed() -> 
     assert found.interval is not None and found.interval.mean == pytest.approx(0.8)
     (found,) = over_seeds([closed(0, value=0.7, n=105), closed(1, value=0.8, n=105), closed(2)])
     assert (found.interval, found.verdict) == (None, NOT_EVERYWHERE)  # the others alone would be a choice
+    (found,) = over_seeds([closed(0, value=0.7, n=105), closed(1, why="the ceiling is worse than the floor")])
+    assert found.verdict == f"{NOT_EVERYWHERE}, as the ceiling is worse than the floor"
     (found,) = over_seeds([closed(seed, note="asked other prompts") for seed in range(3)])
     assert (found.interval, found.verdict, found.by_seed) == (None, "asked other prompts, does not count", {})
 

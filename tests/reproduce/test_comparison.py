@@ -168,3 +168,11 @@ def test_questions_of_clients_that_one_line_alone_answers_are_no_other_ones() ->
     some = outcomes(9, 1.0)
     assert not other_questions(some, some[15:]) and not other_questions(some[::-1], some)
     assert other_questions(some, some[14:])
+
+
+def test_a_ceiling_that_is_worse_than_the_floor_is_no_end_of_a_way(tmp_path: Path) -> None:
+    sitting, one = Sitting(table_named("needles"), "small", tmp_path), needles.asked_at(512)
+    lines = (needles.OURS, needles.FLOOR, needles.CEILING)
+    answers = {line.name: outcomes(*how) for line, how in zip(lines, ((15, 0.5), (12, 2.0), (1, 3.0)), strict=True)}
+    page = written(sitting, [one], {one.name: answers}, Shown((), "", more=needles.closed_lines, rows=needles.rows_of))
+    assert page.text.count("no share, as the ceiling is worse than the floor") == 2 and "of the way" not in page.text

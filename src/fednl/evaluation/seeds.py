@@ -19,7 +19,7 @@ LEAST_SEEDS = 3
 """Fewer training seeds than this carry no claim, whatever their interval."""
 TOO_FEW = f"no claim: fewer than {LEAST_SEEDS} seeds"
 NO_SPREAD = "no claim: the same at every seed, so no interval"
-NOT_EVERYWHERE = "no mean: at some seeds floor and ceiling are not told apart"
+NOT_EVERYWHERE = "no mean: at some seeds there is no share"
 
 FREE = frozenset(
     {
@@ -116,7 +116,8 @@ def _judged(metric: str, method: str, baseline: str, of: str, from_token: int | 
     if notes:
         verdict = f"{'; '.join(notes)}, does not count"
     elif any("value" not in row for row in rows):
-        verdict = NOT_EVERYWHERE
+        whys = dict.fromkeys(row["why"] for row in rows if "why" in row)
+        verdict = f"{NOT_EVERYWHERE}{', as ' if whys else ''}{'; '.join(whys)}"
     elif len(by_seed) < 2:
         verdict = TOO_FEW
     else:

@@ -118,8 +118,8 @@ def rows_of(answers: Answers, one: Asked, seed: int, marks: Mapping[str, str]) -
             continue
         values = [values_by_client(answers[line.name], METRICS[metric].field) for line in (OURS, FLOOR, CEILING)]
         share = share_closed(values[0], values[1], values[2], seed, shares=METRICS[metric].kind == "share")
-        # Without a value: the floor is not told from the ceiling.
-        rows.append(row | ({"value": share.value, "n": share.n, **told_ends(share)} if share else {}))
+        told = {"why": share} if isinstance(share, str) else {"value": share.value, "n": share.n, **told_ends(share)}
+        rows.append(row | told)
     return rows
 
 
@@ -131,7 +131,7 @@ def closed_lines(rows: Sequence[Row], one: Asked) -> list[str]:
         if "note" in row:
             shown.append(f"- {what}: no share, as floor or ceiling does not count ({row['note']})")
         elif "value" not in row:
-            shown.append(f"- {what}: no share, as floor and ceiling are not told apart")
+            shown.append(f"- {what}: no share, as {row['why']}")
         else:
             told = cell({**row, "client": MACRO}, "candidates")
             shown.append(f"- {what}: {told}% of the way from floor to ceiling, n = {row['n']}{_without(row)}")
