@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,3 +132,22 @@ def test_a_single_round_has_no_last_one() -> None:
     assert told == {"first round": 514, "in all": 514}
     told = {r["when"]: r["value"] for r in traffic.message_rows("", [first, second]) if r["metric"] == "up_bytes"}
     assert told == {"first round": 514, "last round": 2, "in all": 516}
+
+
+def test_how_many_are_asked_at_other_lengths_leaves_runs_as_they_are_and_is_a_run_s_where_it_asks_itself(
+    tmp_path: Path,
+) -> None:
+    def numbers(table: str, *given: str, **asked: Any) -> set[int]:
+        sitting = Sitting(table_named(table), "small", tmp_path, given=given, **asked)
+        return {sitting.config(method).data.test for method in sitting.methods}
+
+    long = {"asked_lengths": (4096,)}
+    assert numbers("needles", "data.test=10", **long) == {15} and numbers("needles", "data.test=10") == {10}
+    assert numbers("needles", "data.test=10", asked_facts=(8,)) == {15}
+    # Its texts are read by runs as they are: the setting is theirs, and nothing else takes it.
+    assert numbers("streaming", "data.test=3", asked_lengths=(8192,)) == {3}
+    # One run that was made with ten: it stays as it is, and the others are made alike.
+    made = Sitting(table_named("needles"), "small", tmp_path, given=("data.test=10",)).config(needles.FEDNL)
+    Run(tmp_path / "fednl").write_json("config.json", made.to_dict())
+    assert numbers("needles", "data.test=10", **long) == numbers("needles", "data.test=5", **long) == {10}
+    assert numbers("needles", "data.test=5") == {5} and numbers("needles", **long) == {15}

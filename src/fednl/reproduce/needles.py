@@ -229,4 +229,5 @@ TABLE = Table(
     scales={"tiny": _TINY, "small": _SMALL, "paper": _PAPER},
     lines=lambda scale: LINES,
     work=work,
+    asks_others=True,
 )

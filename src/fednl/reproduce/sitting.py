@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fednl.config import Config
+from fednl.config_text import parse_override, toml_value
 from fednl.errors import SettingsError
 from fednl.evaluation.outcomes import Outcome
 from fednl.files import writing
@@ -54,8 +55,9 @@ class Sitting:
     def config(self, method: Method) -> Config:
         """The settings of a method's run: the scale's, the method's own, then those from the command line.
 
-        What makes the method what it is stays (`Method.sets`). Where other lengths or facts are asked for, how many
-        questions are asked is not the run's: those that are there answer as many.
+        What makes the method what it is stays (`Method.sets`). Where other lengths or facts are asked for under
+        settings of their own (`Table.asks_others`), how many questions are asked is not the run's: runs that are there
+        answer as many, whatever number they were made with, and further ones are made with the same.
 
         Raises:
             SettingsError: a setting is wrong.
@@ -63,9 +65,20 @@ class Sitting:
         folder = self.out / "tiny-model"
         table = tiny_settings(folder) if self.scale == "tiny" else {}
         sets = [one.replace("{folder}", str(folder)) for one in self.size.of(method)]
-        other = self.asked_lengths or self.asked_facts
-        given = [one for one in self.given if not other or key_of(one) not in ONLY_ASKED]
-        return Config.from_dict(table).with_overrides([*sets, *reaching(given, method)])
+        other = self.table.asks_others and (self.asked_lengths or self.asked_facts)
+        asks = [one for one in self.given if other and key_of(one) in ONLY_ASKED]
+        given = [one for one in self.given if one not in asks]
+        kept = self._kept(method, asks) if asks else []
+        return Config.from_dict(table).with_overrides([*sets, *reaching([*given, *kept], method)])
+
+    def _kept(self, method: Method, asks: Sequence[str]) -> list[str]:
+        """Those settings as the method's run has them, or another run of the folder where it is not made yet."""
+        runs = [Run(self.out / name) for name in dict.fromkeys([method.name, *(one.name for one in self.methods)])]
+        made = next((run.read_json("config.json") for run in runs if (run.path / "config.json").exists()), {})
+        keys = [parse_override(one)[:2] for one in asks]
+        return [
+            f"{section}.{key}={toml_value(made[section][key])}" for section, key in keys if key in made.get(section, {})
+        ]
 
     def run(self, method: Method) -> Run:
         """The run of a method with its rounds done and its own arms measured."""

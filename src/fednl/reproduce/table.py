@@ -115,6 +115,8 @@ class Table:
         scales: by name, those of `fednl.reproduce.SCALES` that it has.
         lines: its lines at a scale.
         work: does what is missing, and gives the table as it stands after every step; the last one is whole.
+        asks_others: whether at lengths or numbers of facts that are asked for, runs answer under other settings than
+            their own (`Asked.changed`), how many questions among them.
     """
 
     name: str
@@ -122,3 +124,4 @@ class Table:
     scales: Mapping[str, Scale]
     lines: Callable[[str], Sequence[Line]]
     work: Callable[[Sitting], Iterator[Page]]
+    asks_others: bool = False
