@@ -115,3 +115,28 @@ def test_tables_that_say_nothing_together_are_refused(tmp_path: Path) -> None:
         report([first, first / "fednl"])
     with pytest.raises(SettingsError, match="no run folder"):
         report([tmp_path / "nowhere"])
+
+
+def test_other_numbers_of_questions_say_nothing_together(tmp_path: Path) -> None:
+    """At other lengths they stand in no run's settings, and so in the command alone."""
+
+    def asked(name: str, seed: int, test: int | None, n: int) -> Path:
+        folder = table(tmp_path / name, seed, 0.3 + seed / 100)
+        path = folder / "results/needles-1024.json"
+        result = json.loads(path.read_text())
+        result["rows"][0]["n"] = n
+        result["command"] = "fednl reproduce needles --lengths 4096" + (f" --set data.test={test}" if test else "")
+        path.write_text(json.dumps(result))
+        return folder
+
+    five, ten, usual = asked("five", 0, 5, 35), asked("ten", 1, 10, 70), asked("usual", 2, None, 35)
+    with pytest.raises(SettingsError, match=r"35 questions \(data.test = 5\), and .*ten to 70 \(data.test = 10\)"):
+        report([five, ten, usual])
+    assert "2 seeds" in report([five, usual])
+    # A seed may deal a client fewer questions than are asked for.
+    assert "2 seeds" in report([usual, asked("fewer", 3, None, 33)])
+
+
+def test_long_settings_with_a_slash_are_no_paths(tmp_path: Path) -> None:
+    folders = [table(tmp_path / f"{seed}", seed, 0.3, template="this/" + "that " * 80) for seed in range(2)]
+    assert "2 seeds" in report(folders)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ def table_report(folders: Sequence[Run]) -> str:
         folders: made by `fednl reproduce`, each of one seed (`--set run.seed=N`).
 
     Raises:
-        SettingsError: a folder is no table's, they are of unlike tables or settings, or two have the same seed.
+        SettingsError: a folder is no table's, they are of unlike tables or settings or were asked unlike numbers of
+            questions, or two have the same seed.
     """
     for folder in folders:
         if not is_table(folder):
@@ -37,6 +41,7 @@ def table_report(folders: Sequence[Run]) -> str:
         return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folders[0].path.glob("report*.md")))
     _check_alike(folders)
     files = [dict(_measured(folder)) for folder in folders]
+    _check_asked(folders, files)
     name = next(iter(files[0].values()))
     parts = [f"# {escape(name['table'])} at scale {escape(name['scale'])}, {len(folders)} seeds"]
     for part in dict.fromkeys(part for found in files for part in found):
@@ -79,6 +84,31 @@ def _check_alike(folders: Sequence[Run]) -> None:
         )
 
 
+def _check_asked(folders: Sequence[Run], files: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Refuses numbers of questions that differ where others were asked for: at `--lengths` no run's settings say it."""
+    first: dict[tuple[str, ...], tuple[Run, str, int]] = {}
+    for folder, parts in zip(folders, files, strict=True):
+        for part, result in parts.items():
+            given = _questions_given(result)
+            for row in (row for row in result.get("rows", ()) if "n" in row):
+                named = (str(row.get(key, "")) for key in ("method", "baseline", "metric", "of", "client", "bin"))
+                other, theirs, n = first.setdefault((part, *named), (folder, given, row["n"]))
+                # With the same settings a seed may deal a client more or less.
+                if n != row["n"] and given != theirs:
+                    raise SettingsError(
+                        f"{part}: {other.path} holds answers to {n} questions ({theirs}), and {folder.path} to "
+                        f"{row['n']} ({given}), so they say nothing together: ask each with the same --set."
+                    )
+
+
+def _questions_given(result: Mapping[str, Any]) -> str:
+    """How many test questions the command of some results asked for."""
+    words = shlex.split(str(result.get("command", "")))
+    sets = [value.partition("=") for word, value in pairwise(words) if word == "--set"]
+    given = [value.strip() for key, _, value in sets if key.strip() == "data.test"]
+    return f"data.test = {given[-1]}" if given else "data.test is the table's"
+
+
 def _configs(folder: Run) -> dict[str, dict[str, Any]]:
     """The settings of a table's runs, by name."""
     found = [path for path in sorted(folder.path.glob("*/config.json")) if _is_of_a_run(path)]
@@ -101,4 +131,4 @@ def _of_any_folder(value: Any, folder: Path) -> Any:
         return [_of_any_folder(one, folder) for one in value]
     parts = Path(value).parts if isinstance(value, str) and "/" in value else ()
     inside = [Path(*parts[first:]) for first in range(1, len(parts))]
-    return next((f"{{folder}}/{tail}" for tail in inside if (folder / tail).exists()), value)
+    return next((f"{{folder}}/{tail}" for tail in inside if os.path.exists(folder / tail)), value)
