@@ -107,6 +107,9 @@ def test_a_texts_part_for_testing_is_never_trained_on(tmp_path: Path, now: dict[
         (("classification", "bbc-news"), ("text", ["generated", "bbc-news/tech"]), True),
         (("classification", "x/a.jsonl"), ("mmlu", "x/a.jsonl"), True),
         (("classification", "x/a.jsonl"), ("mmlu", "x/b.jsonl"), False),
+        (("classification", "x/a.jsonl"), ("mmlu", "./x/../x/a.jsonl"), True),
+        (("text", ["generated", "bbc-news/sports", "bbc-news/tech"]), ("classification", "bbc-news/tech"), False),
+        (("classification", "bbc-news/tech"), ("text", ["generated", "bbc-news/sports", "bbc-news/tech"]), False),
     ],
 )
 def test_another_task_over_the_same_source_is_refused(tmp_path: Path, own: Any, now: Any, refused: bool) -> None:

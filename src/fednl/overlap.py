@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fednl.arms import TRAINED, VIEWS
 from fednl.config import Config
 from fednl.config_text import toml_value
 from fednl.data.tasks import DRAWN
-from fednl.data.text import TextSettings, unseen_sources
+from fednl.data.text import TextSettings, client_sources
 from fednl.errors import SettingsError
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
@@ -63,24 +65,29 @@ def check_unmet(
 
 def _check_sources(run: Run, own: Config, config: Config) -> None:
     """Refuses another task over a source that the run was trained on, as it would cut it into other parts."""
-    known = set(_sources(own)) - set(_unseen(own))
+    known = [_place(source) for source in _sources(own, trained=True)]
     for source in _sources(config):
-        if any(source == one or source.startswith(f"{one}/") or one.startswith(f"{source}/") for one in known):
+        place = _place(source)
+        if any(place.is_relative_to(one) or one.is_relative_to(place) for one in known):
             raise SettingsError(
                 f'--task {config.data.task}: its source "{source}" is what {run.path} was trained on, as the task '
                 f"{own.data.task}: name another in [{config.data.task}]."
             )
 
 
-def _sources(config: Config) -> tuple[str, ...]:
-    settings = config.task_settings
-    return settings.sources if isinstance(settings, TextSettings) else (str(getattr(settings, "source", "")),)
+def _sources(config: Config, trained: bool = False) -> list[str]:
+    """What a run's clients read; of the text task those that some client was dealt, with `trained` one that trains."""
+    settings, data = config.task_settings, config.data
+    if not isinstance(settings, TextSettings):
+        return [str(getattr(settings, "source", ""))]
+    dealt = client_sources(data, settings)
+    left_out = data.hold_out_clients if trained else ()
+    return list(dict.fromkeys(source for client, source in dealt.items() if client not in left_out))
 
 
-def _unseen(config: Config) -> list[str]:
-    """Sources that held-out clients alone hold, as of the text task."""
-    settings = config.task_settings
-    return unseen_sources(config.data, settings) if isinstance(settings, TextSettings) else []
+def _place(source: str) -> Path:
+    """A source as one path however it is written; packaged names are compared as paths too."""
+    return Path(os.path.realpath(os.path.expanduser(source)))
 
 
 def _told(config: Config, names: list[str]) -> str:
