@@ -82,6 +82,9 @@ def test_other_settings_never_overwrite_the_runs_own(backbone: Path) -> None:
     tailed, public = settings(backbone, data={"imbalance": 10.0}), settings(backbone, data={"task": "public"})
     assert changed_settings(tailed, public) == {}
     assert changed_settings(tailed, own) == {"data.imbalance": 1.0}
+    # Clients of several kinds are asked in the shares that their training examples were dealt in.
+    mixed = settings(backbone, data={"dirichlet-alpha": 0.5})
+    assert changed_settings(mixed, mixed.with_overrides(["data.train=9"])) == {"data.train": 9}
 
 
 def test_other_clients_answers_do_not_pass_for_those_asked_for(run: Run, tmp_path: Path) -> None:

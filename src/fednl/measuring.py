@@ -44,6 +44,9 @@ def changed_settings(own: Config, config: Config) -> dict[str, Any]:
     if task != own.data.task and config.task_settings is not None:  # of another task, its defaults are the usual ones
         then[task] = type(config.task_settings)().model_dump(mode="json", by_alias=True, exclude_none=True)
     same = _SAME_QUESTIONS | {f"data.{key}" for key in not_read(task)}
+    if config.data.dirichlet_alpha and "data.dirichlet-alpha" not in same:
+        # The kinds that a client is asked are in the shares of those that it trains on.
+        same -= {"data.train"}
     return {
         f"{section}.{key}": value
         for section in ("data", "memory", "evaluation", task)
