@@ -109,8 +109,9 @@ def _check_rows(run: Run, rows: Sequence[Mapping[str, Any]], splits: Sequence[st
         if then.get((client, split)) != now.get((client, split)):
             raise CheckpointError(
                 f'the {split} data of client "{client}" are not those that {run.path} began with: put back its [data] '
-                "settings and files (the standard library's text differs between versions of Python), or start a "
-                "new run."
+                "settings and files, or start a new run. (If nothing was changed: the standard library's text differs "
+                "between versions of Python, and which questions of a source are taken between versions of fednl, as "
+                "CHANGELOG.md says.)"
             )
 
 
