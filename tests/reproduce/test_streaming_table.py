@@ -142,6 +142,8 @@ def test_the_summary_counts_bins_and_tells_whether_the_cache_grew() -> None:
     gaps = [{"method": "federated", "metric": "difference", "verdict": word} for word in ("better", "better", "worse")]
     text = streaming.summary([level(0, 1000), level(1, 2500), *gaps, {"method": "federated", "metric": "difference"}])
     assert "better in 2 and worse in 1 of 4 bins" in text
+    few = [level(0, 1000), {"method": "federated", "metric": "difference", "n": 2}]
+    assert "none has an interval: that takes 3 texts or more that vary, and 2 are read" in streaming.summary(few)
     assert "64 + 1,000 bytes (memory state + keys and values) after the first bin and 64 + 2,500 after the last" in text
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fednl.answers import STREAMS
 from fednl.errors import SettingsError
 from fednl.evaluation.settings import ARMS
+from fednl.evaluation.statistics import LEAST_OUTCOMES
 from fednl.report.cells import bracket
 from fednl.report.words import markdown_table, number
 from fednl.reproduce import page, papers
@@ -159,9 +160,18 @@ def summary(rows: Sequence[Row]) -> str:
         for row in rows
         if (row["method"], row["metric"]) == (OPEN, "nats_per_token")
     ]
-    return (
+    told = (
         f"With memory the text is read better in {verdicts.count('better')} and worse in {verdicts.count('worse')} of "
-        f"{len(verdicts)} bins, by intervals without 0. Its cache holds {' + '.join(sizes[0])} bytes (memory state + "
+        f"{len(verdicts)} bins, by intervals without 0."
+    )
+    if not any(verdicts):
+        texts = min((row["n"] for row in rows if row["metric"] == "difference"), default=0)
+        told = (
+            f"In no bin is the text read better or worse with memory, as none has an interval: that takes "
+            f"{LEAST_OUTCOMES} texts or more that vary, and {texts} {'is' if texts == 1 else 'are'} read."
+        )
+    return (
+        f"{told} Its cache holds {' + '.join(sizes[0])} bytes (memory state + "
         f"keys and values) after the first bin and {' + '.join(sizes[-1])} after the last."
     )
 
