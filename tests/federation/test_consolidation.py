@@ -289,7 +289,8 @@ def test_a_client_that_fails_in_a_tasks_last_round_ends_it_in_the_next_round_it_
     transport = InProcessTransport(endpoint, SIZES)
     toy.run(transport, stop_after=3)
     states = transport.states()
-    assert set(states["ada"]) == set(states["bob"]) and "open/task-4" in states["ada"]
+    late = {"owed/task-2"} if kind == "fedweit" else set()  # sent in this round, and not yet said to have counted
+    assert set(states["ada"]) == set(states["bob"]) | late and "open/task-4" in states["ada"]
     toy.run(transport)
     states = transport.states()
     assert set(states["ada"]) == set(states["bob"]) and not any(name.startswith("open/") for name in states["ada"])

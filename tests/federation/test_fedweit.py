@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from federation_toys import GATE, PROJECTION, SIZES, WRITE, Bench, Bowl, forge, in_parts, start_params
+from federation_toys import (
+    GATE,
+    PROJECTION,
+    SIZES,
+    WRITE,
+    Bench,
+    Bowl,
+    Regression,
+    Tampered,
+    forge,
+    in_parts,
+    start_params,
+)
 from pydantic import ValidationError
 
 from fednl.federation.algorithms.fedavg import FedAvg
@@ -338,11 +350,103 @@ def test_a_client_that_ends_a_task_late_takes_none_of_its_own_old_parts_for_anot
         return healthy(client, message, state, tell)
 
     transport = InProcessTransport(endpoint, SIZES)
-    toy.run(transport)
+    held = []
+    for stop in (4, 5):
+        toy.run(transport, stop_after=stop)
+        newest = load_newest(toy.path / "checkpoints")
+        assert newest is not None and len([n for n in newest.server_state if n.endswith(WRITE)]) == len(SIZES)
+        held.append(newest.server_state)
     states = transport.states()
     assert {name.split("/")[1] for name in states["ada"] if name.startswith("task/")} == {"task-2", "task-4"}
-    newest = load_newest(toy.path / "checkpoints")
-    assert newest is not None and len([n for n in newest.server_state if n.endswith(WRITE)]) == len(SIZES)
     for client in SIZES:
-        others = [newest.server_state[f"adaptive/{other}/{WRITE}"] for other in sorted(SIZES) if other != client]
+        others = [held[0][f"adaptive/{other}/{WRITE}"] for other in sorted(SIZES) if other != client]
         assert torch.equal(states[client][f"now/others/{WRITE}"], torch.stack(others))
+    # The part of the task that ended late goes to the server in that very round, for the tasks to come.
+    late = states["ada"][f"task/task-4/adaptive/{WRITE}"]
+    assert torch.equal(held[1][f"adaptive/ada/{WRITE}"], late * (late.abs() > 1e-4))
+
+
+def adaptive_of(messages: list[Message], client: str) -> dict[int, torch.Tensor]:
+    return {
+        m.round: m.extra[f"adaptive/{WRITE}"]
+        for m in messages
+        if m.client == client and m.extra.get(f"adaptive/{WRITE}") is not None
+    }
+
+
+def test_a_failed_last_round_of_a_task_loses_nobodys_part(tmp_path: Path) -> None:
+    """ada foresees its end a round early; the task's last round, the third, then has no quorum."""
+    toy = stream(tmp_path / "r")
+    toy.settings = FederationSettings(quorum=len(SIZES))
+    toy.training = toy.training.model_copy(update={"rounds": 7})
+
+    def endpoint(client: str, message: Message, state: Params, tell: Any) -> Any:
+        left, problem = -message.round % 3, Regression(client, SIZES[client], message.round, 4, dtype=torch.float64)
+        task = f"task-{message.round + left}"
+        ends = task if left < (2 if client == "ada" else 1) else ""
+        plan = LocalPlan.of(toy.training, message.round, task, ends, final=not left)
+        return train_locally(toy.algorithm, problem, message, state, plan)
+
+    def lose(replies: list[Reply]) -> list[Reply]:
+        third = Message.from_bytes(replies[0].payload).round == 3
+        return [Reply(r.client, status="lost") if third and r.client == "dan" else r for r in replies]
+
+    transport = Tampered(endpoint, SIZES, lose)
+    toy.run(transport)
+    assert [row["updated"] for row in toy.rows()] == [True, True, False, True, True, True, True]
+    came = [Message.from_bytes(reply.payload) for reply in transport.returned if reply.payload]
+    # Sent until a round has counted it: the third changed nothing, the fourth did.
+    assert [*adaptive_of(came, "bob")] == [*adaptive_of(came, "cyd")] == [3, 4, 6]
+    assert [*adaptive_of(came, "dan")] == [4, 6] and [*adaptive_of(came, "ada")] == [2, 3, 4, 5, 6]
+    # What was sent amid a task is kept for the next one: bob and cyd were sent ada's part in the third round.
+    assert [*adaptive_of(transport.sent, "bob")] == [*adaptive_of(transport.sent, "cyd")] == [3, 5, 6, 7]
+    assert [*adaptive_of(transport.sent, "dan")] == [3, 4, 5, 6, 7]
+    states = transport.states()
+    for client in SIZES:
+        assert (f"task/task-6/borrowed/{WRITE}" in states[client]) == (client != "ada")  # nobody else's was there
+        others = [adaptive_of(came, other)[6] for other in sorted(SIZES) if other != client]
+        assert torch.equal(states[client][f"now/others/{WRITE}"], torch.stack(others))
+
+
+def test_who_has_no_examples_of_a_task_is_sent_others_parts_until_it_trains(tmp_path: Path) -> None:
+    toy = stream(tmp_path / "r")
+
+    def endpoint(client: str, message: Message, state: Params, tell: Any) -> Any:
+        size = 0 if (client, message.round) == ("bob", 2) else SIZES[client]
+        problem = Regression(client, size, message.round, 4, dtype=torch.float64)
+        task = f"task-{message.round}" if message.round < 3 else "task-4"
+        plan = LocalPlan.of(toy.training, message.round, task, task if message.round < 3 else "")
+        return train_locally(toy.algorithm, problem, message, state, plan)
+
+    def late(replies: list[Reply]) -> list[Reply]:  # no reply of round 2 counts, so that it brings nothing new
+        second = Message.from_bytes(replies[0].payload).round == 2
+        return [forge(r, params={}) if second and r.client != "bob" else r for r in replies]
+
+    transport = Tampered(endpoint, SIZES, late)
+    toy.run(transport)
+    assert [*adaptive_of(transport.sent, "bob")] == [2, 3]
+    assert len(transport.states()["bob"][f"now/others/{WRITE}"]) == len(SIZES) - 1
+
+
+def test_of_others_parts_the_newest_that_came_amid_a_task_are_for_the_next() -> None:
+    algorithm, bowl, base = weit(), Bowl(numbers(1.0)), {"w": numbers(0.5)}
+    state: Params = {}
+    for round, (came, ends) in enumerate([(1.0, ""), (2.0, ""), (None, "a"), (None, "")], 1):
+        extra = {} if came is None else {"adaptive/w": numbers(came)[None]}
+        _, state = train_locally(
+            algorithm, bowl, Message(base, extra, round=round), state, LocalPlan(round, 1, 0.1, ends=ends)
+        )
+    assert torch.equal(state["now/others/w"], numbers(2.0)[None])
+    assert not [name for name in state if name.startswith("heard/")]
+
+
+def test_a_finished_part_is_sent_until_the_server_says_that_it_counted() -> None:
+    algorithm, bowl, base = weit(sparsity=0.0), Bowl(numbers(1.0)), {"w": numbers(0.5)}
+    state: Params = {}
+    sent = {}
+    for round, counted in enumerate([0, 0, 2, 2, 4, 4], 1):  # the task ends in round 3, whose reply does not count
+        message = Message(base, {}, round=round, counted=counted)
+        reply, state = train_locally(algorithm, bowl, message, state, LocalPlan(round, 1, 0.1, ends="a" * (round == 3)))
+        sent[round] = "adaptive/w" in reply.extra
+    assert sent == {1: False, 2: False, 3: True, 4: True, 5: False, 6: False}
+    assert not [name for name in state if name.startswith("owed/")]

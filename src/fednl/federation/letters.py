@@ -49,7 +49,10 @@ class Letters:
         known = algorithm.once(beside) if client in self._told else []
         beside = {name: tensor for name, tensor in beside.items() if name not in known}
         beside |= self._given if self._made and client not in self._told else {}
-        sent = encode(replace(message, params=offer, extra=beside, client=client), traffic.down, {}, {})[0]
+        letter = replace(message, params=offer, extra=beside, client=client)
+        if algorithm.traits.passes_on:
+            letter = replace(letter, counted=counted)
+        sent = encode(letter, traffic.down, {}, {})[0]
         extra = {**algorithm.extra(offer), **({} if self._made else self._given)}
         apart = frozenset(algorithm.apart(extra))
         returns = algorithm.returns(offer)
@@ -58,6 +61,8 @@ class Letters:
 
 def told_after(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tuple[str, ...]:
     """Lists who has what the server gives once, after a round: whoever answers without fault keeps what it was sent.
+
+    What came of others is kept by who trained: without examples, `start` is not called.
 
     Args:
         fed: the federation.
@@ -68,9 +73,10 @@ def told_after(fed: Federation, point: Point, ledger: Ledger, news: bool) -> tup
     gives = fed.algorithm.traits.passes_on or fed.algorithm.given(point.params)
     if news or not gives or not fed.algorithm.made(point.server_state):
         return ()
-    faultless = {row["name"]: row["status"] in VALID for row in ledger.rows()}
+    good = ("ok",) if fed.algorithm.traits.passes_on else VALID
+    faultless = {row["name"]: row["status"] in good for row in ledger.rows()}
     kept = {client for client in point.told if faultless.get(client, True)}
-    return tuple(sorted(kept | {client for client, good in faultless.items() if good}))
+    return tuple(sorted(kept | {client for client, keeps in faultless.items() if keeps}))
 
 
 def tell_sizes(fed: Federation, point: Point) -> None:

@@ -12,7 +12,7 @@ from fednl.federation.wire import malformed, outline, pack, unpack
 FORMAT = 1
 STATUSES = ("ok", "empty", "withheld")
 _FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding", "adapters"}
-_SELDOM = {"attempt", "unsettled"}
+_SELDOM = {"attempt", "unsettled", "counted"}
 """Numbers that are written only where they are not 0."""
 
 
@@ -35,6 +35,8 @@ class Message:
             empty where nobody has said.
         attempt: how often the run went back behind rounds that failed before this one was asked; a reply echoes it.
         unsettled: from the server, how many of the rounds just before this one it may yet go back behind.
+        counted: from the server, the last round whose update holds a reply of this client; 0 for none, or where the
+            algorithm hands nothing from client to client.
     """
 
     params: Params
@@ -49,6 +51,7 @@ class Message:
     adapters: str = ""
     attempt: int = 0
     unsettled: int = 0
+    counted: int = 0
 
     def to_bytes(self) -> bytes:
         """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
@@ -129,6 +132,6 @@ def _check_fields(header: dict[str, Any]) -> None:
     if type(header["round"]) is not int or header["status"] not in STATUSES:
         raise malformed("its round or status is of another kind")
     if not all(type(header[name]) is int and header[name] > 0 for name in _SELDOM & header.keys()):
-        raise malformed("its attempt or unsettled rounds are no positive number")
+        raise malformed("its attempt, unsettled or counted rounds are no positive number")
     if not all(isinstance(header[name], str) for name in ("client", "run", "coding", "adapters")):
         raise malformed("its client, run, coding or adapters are no word")

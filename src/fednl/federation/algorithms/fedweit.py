@@ -63,13 +63,13 @@ class FedWeIt(FedAvg):
     each rule. Added to the loss are sparsity sum |A| over all tasks, and drift / 2 sum |B m_i + A_i - w_i|^2 over
     earlier tasks i, with w_i what B m_i + A_i was when the client's last task ended.
 
-    What leaves a client beside B: after a task's last round its A_t, with the numbers below `sparsity` set to zero. The
-    server keeps each client's latest and sends every client those of the others, as they are and without names, once
-    after each round that brought new ones: whoever must not show what a client learned to the others must not use this.
-    Everything else stays in the client's state: the running task's parts as `now/...`, those of finished ones as
-    `task/TASK/...`. A client answers a question of a finished task with that task's parts and the base as it is now
-    (`answers`); any other with the parts of the task it is at, or the base alone. The rules that `fednl.load` finds are
-    the base. Settings: `FedWeItSettings`.
+    What leaves a client beside B: from a task's last round on its A_t, with the numbers below `sparsity` set to zero,
+    until a round has counted it. The server keeps each client's latest and sends every client those of the others, as
+    they are and without names, once after each round that brought new ones; the client keeps them for its next task.
+    Whoever must not show what a client learned to the others must not use this. Everything else stays in the client's
+    state: the running task's parts as `now/...`, those of finished ones as `task/TASK/...`. A client answers a question
+    of a finished task with that task's parts and the base as it is now (`answers`); any other with the parts of the
+    task it is at, or the base alone. The rules that `fednl.load` finds are the base. Settings: `FedWeItSettings`.
 
     Source: Yoon et al. 2021 (arXiv 2003.03196), eqs. 1 and 2 and Algorithm 1; the half, the mask a row and the rows
     left out as in its public code. Ours: a task starts at the base as it came (mask 2/3, A_t = B / 3, weights 0), and
@@ -83,8 +83,9 @@ class FedWeIt(FedAvg):
     def extra(self, params: Params) -> Params:
         """Names each shared rule's adaptive part, and the rows of the base that a client lets count.
 
-        In a reply `adaptive/NAME` is the client's own, there when a task has ended; from the server it is the other
-        clients', with one more axis in front. `sent/NAME` is 1 for a row that counts and 0 for one that does not.
+        In a reply `adaptive/NAME` is the client's own, there from a task's end until the server says that a reply with
+        it counted (`Message.counted`); from the server it is the other clients', with one more axis in front.
+        `sent/NAME` is 1 for a row that counts and 0 for one that does not.
 
         Args:
             params: the shared rules.
@@ -106,7 +107,7 @@ class FedWeIt(FedAvg):
         return [name for name in names if name.startswith("adaptive/")]
 
     def once(self, names: Iterable[str]) -> list[str]:
-        """Lists the adaptive parts: a client takes them up where a task begins, and its own end brings new ones.
+        """Lists the adaptive parts: a client keeps them and takes them up where its next task begins.
 
         Args:
             names: of what the server's message carries beside the rules.
@@ -120,24 +121,29 @@ class FedWeIt(FedAvg):
             beside: nothing; there is nothing that all clients are sent.
             client: its name.
             server_state: `adaptive/CLIENT/NAME`.
-            counted: not looked at.
+            counted: not looked at here; the client is told it by `Message.counted`.
         """
         return parts.of_others(client, server_state)
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
-        """Starts from the base; where a task begins, gives it parts of its own and takes up those of others.
+        """Starts from the base and keeps what came of others; a task that begins takes that up, and has its own parts.
 
         Args:
             received: the server's message.
             state: the client's state.
             problem: the client's data and loss.
         """
+        from fednl.federation.params import kept
+
         rules, state = super().start(received, state, problem)
-        if "ended" in state:  # late, after its last round: the reply goes by the task that begins
+        state = parts.without_counted(state, received.counted)
+        if "ended" in state:  # late, after its last round: the base in the reply goes by the task that begins
             moments = "optimizer/" if self.settings.parts else "ended"
             state = {name: t for name, t in state.items() if not name.startswith(("ended", moments))}
+        if "attention" in self.settings.parts and (came := kept(received.extra, "adaptive")):
+            state = {**state, **{f"heard/{name}": stacked for name, stacked in came.items()}}
         if self.settings.parts and not any(name.startswith("now/") for name in state):
-            fresh = self._fresh(rules, received, state)
+            fresh = self._fresh(rules, state)
             state = {name: tensor for name, tensor in state.items() if not name.startswith("heard/")} | fresh
         return {**rules, **{name: tensor for name, tensor in state.items() if parts.is_moved(name)}}, state
 
@@ -177,7 +183,7 @@ class FedWeIt(FedAvg):
         return total
 
     def boundary(self, task: str, params: Params, state: ClientState, problem: Problem) -> ClientState:
-        """Puts the task's parts aside under its name, and notes where all finished tasks are now.
+        """Puts the task's parts aside under its name, owed to the server; notes where all finished tasks are now.
 
         Args:
             task: the name of the task that ends.
@@ -191,12 +197,16 @@ class FedWeIt(FedAvg):
 
         ends = self.settings.parts or self.settings.drift
         shared = self.shared(name for name in params if parts.is_base(name)) if ends else []
-        return copy(parts.put_aside(task, shared, {**state, **params})) | {"ended": torch.ones(())}
+        aside = copy(parts.put_aside(task, shared, {**state, **params})) | {"ended": torch.ones(())}
+        if self.settings.parts:  # of two that the server lacks, the later one is what others get
+            aside = {name: tensor for name, tensor in aside.items() if not name.startswith("owed/")}
+            aside[f"owed/{task}"] = torch.tensor(0)
+        return aside
 
     def finish(
         self, params: Params, received: Message, state: ClientState, problem: Problem
     ) -> tuple[Message, ClientState]:
-        """Sends the base, which of its rows count, and after a task's end the task's adaptive part.
+        """Sends the base, which of its rows count, and a finished task's adaptive part until the server has counted it.
 
         Args:
             params: as in `gradient`, after the last local step.
@@ -204,6 +214,8 @@ class FedWeIt(FedAvg):
             state: the client's state; after a task's end as `boundary` gave it.
             problem: the client's data and loss.
         """
+        import torch
+
         from fednl.federation.params import copy
 
         rules = {name: tensor for name, tensor in params.items() if parts.is_base(name)}
@@ -213,12 +225,16 @@ class FedWeIt(FedAvg):
             counts = parts.counting(params[f"now/mask/{name}"], self.settings.unsent)
             sent[name] = sent[name].where(parts.by_rows(counts, sent[name]) > 0, received.params[name])
             extra[f"sent/{name}"] = counts
+        if task := parts.owed(state):
+            own = {**state, **params}
+            extra |= {f"adaptive/{name}": self._pruned(own[f"task/{task}/adaptive/{name}"]) for name in sent}
+            since = int(state[f"owed/{task}"]) or received.round
+            state = {**state, f"owed/{task}": torch.tensor(since)}
         if "ended" not in state:
             return replace(message, params=sent, extra=extra), {**state, **copy(parts.moved(params))}
-        if self.settings.parts:
-            extra |= {f"adaptive/{name}": self._pruned(params[f"now/adaptive/{name}"]) for name in sent}
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer/")}
-        return replace(message, params=sent, extra=extra), {n: t for n, t in state.items() if n != "ended"}
+        moments = "optimizer/" if self.settings.parts else "ended"
+        state = {name: t for name, t in state.items() if not name.startswith(("ended", moments))}
+        return replace(message, params=sent, extra=extra), state
 
     def server_step(self, params: Params, combined: Message, server_state: ClientState) -> tuple[Params, ClientState]:
         """Averages each row of the base over the clients that let it count; keeps what single clients sent.
@@ -254,7 +270,7 @@ class FedWeIt(FedAvg):
             )
         return found
 
-    def _fresh(self, rules: Params, received: Message, state: ClientState) -> Params:
+    def _fresh(self, rules: Params, state: ClientState) -> Params:
         """The parts that a task starts with: together with the base they are the base."""
         import torch
 
@@ -268,7 +284,7 @@ class FedWeIt(FedAvg):
             fresh[f"now/adaptive/{name}"] = missing if "mask" in own else torch.zeros_like(rules[name])
             if "mask" in own:
                 fresh[f"now/mask/{name}"] = mask
-        others = (kept(received.extra, "adaptive") or kept(state, "heard")) if "attention" in own else {}
+        others = kept(state, "heard") if "attention" in own else {}
         for name, stacked in others.items():
             fresh[f"now/others/{name}"] = stacked
             fresh[f"now/attention/{name}"] = stacked.new_zeros(len(stacked))

@@ -1,7 +1,8 @@
 """The arithmetic of FedWeIT: rules put together from a base and a task's parts, and rows that some clients leave out.
 
 Tensors are found by name: `NAME` is a rule of the base, `now/PART/NAME` the running task's, `task/TASK/PART/NAME` a
-finished one's; the parts are `adaptive`, `mask`, `attention`, `others`, `borrowed` and `anchor`.
+finished one's; the parts are `adaptive`, `mask`, `attention`, `others`, `borrowed` and `anchor`. `heard/NAME` are the
+others' parts that the next task begins with; `owed/TASK` names the task whose part the server has yet to count.
 """
 
 from __future__ import annotations
@@ -93,9 +94,24 @@ def put_aside(task: str, shared: list[str], tensors: Params) -> Params:
                 kept[f"task/{task}/{part}/{name}"] = tensors[f"now/{part}/{name}"]
         if f"now/attention/{name}" in tensors:
             kept[f"task/{task}/borrowed/{name}"] = borrowed(name, tensors)
-            kept[f"heard/{name}"] = tensors[f"now/others/{name}"]  # for the next task, should nothing newer come
+            kept.setdefault(f"heard/{name}", tensors[f"now/others/{name}"])  # for the next task, if nothing newer came
     kept |= {name: finished(name, kept) for name in anchors(kept)}
     return {name: tensor for name, tensor in kept.items() if not is_base(name)}
+
+
+def owed(state: Params) -> str:
+    """Gives the name of the finished task whose adaptive part the server has yet to count; empty for none."""
+    return next((name.removeprefix("owed/") for name in state if name.startswith("owed/")), "")
+
+
+def without_counted(state: Params, counted: int) -> Params:
+    """Gives a client's state without the mark of an adaptive part that the server has counted.
+
+    Args:
+        state: with the round that first carried the part as `owed/TASK`; 0 if none has.
+        counted: the last round whose update holds a reply of the client.
+    """
+    return {name: t for name, t in state.items() if not name.startswith("owed/") or not 0 < int(t) <= counted}
 
 
 def of_others(client: str, held: Params) -> Params:
