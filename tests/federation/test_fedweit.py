@@ -281,8 +281,8 @@ def test_a_combined_message_without_adaptive_parts_leaves_the_servers_as_they_ar
     assert equal(state, {**kept, "adaptive/bob/w": numbers(0.7)})
     assert new.keys() == params.keys()
     for client, others in (("eve", numbers(0.3, 0.7)), ("ada", numbers(0.7)), ("bob", numbers(0.3))):
-        assert torch.equal(weit().to_client({}, client, state, 1)["adaptive/w"], others[:, None])
-    assert weit().to_client({}, "ada", kept, 1) == {}
+        assert equal(weit().to_client(weit().once(state), client, state, 1), {"adaptive/w": others[:, None]})
+    assert weit().to_client(weit().once(kept), "ada", kept, 1) == {}
 
 
 def test_the_penalty_is_added_to_the_loss_once() -> None:
@@ -333,9 +333,11 @@ def test_a_diverged_client_is_refused_and_no_row_of_it_is_left_out_in_silence(tm
 def test_every_rules_entries_stand_in_the_same_order_of_clients() -> None:
     names, clients = ("context.lambda", "layers.0.memory.gate.bias"), ("a", "a/d", "b")
     state = {f"adaptive/{c}/{n}": numbers(place) for n in names for place, c in enumerate(clients)}
-    told = weit().to_client({}, "c", dict(sorted(state.items())), 0)
+    everybodys = weit().once(dict(sorted(state.items())))
+    told = weit().to_client(everybodys, "c", state, 0)
+    assert told.keys() == {f"adaptive/{name}" for name in names}
     assert all(torch.equal(told[f"adaptive/{name}"], numbers(0, 1, 2)[:, None]) for name in names)
-    assert torch.equal(weit().to_client({}, "a", state, 0)[f"adaptive/{names[0]}"], numbers(1, 2)[:, None])
+    assert torch.equal(weit().to_client(everybodys, "a", state, 0)[f"adaptive/{names[0]}"], numbers(1, 2)[:, None])
 
 
 def test_a_client_that_ends_a_task_late_takes_none_of_its_own_old_parts_for_anothers(tmp_path: Path) -> None:

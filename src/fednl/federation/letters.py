@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -40,14 +41,17 @@ class Letters:
         self._made = algorithm.made(point.server_state)
         self._given = {name: point.params[name] for name in algorithm.given(point.params)}
 
+    @cached_property
+    def _once(self) -> Params:
+        return self._fed.algorithm.once(self._point.server_state)
+
     def to(self, client: str) -> tuple[Message, Wanted]:
         """Gives what a client is sent, as it is on the wire, and what its reply must be."""
         algorithm, message, traffic = self._fed.algorithm, self._message, self._fed.exchange.traffic
         offer = algorithm.offer(message.params, self._ranks.of(client))
         counted = self._point.counted.get(client, 0)
-        beside = algorithm.to_client(message.extra, client, self._point.server_state, counted)
-        known = algorithm.once(beside) if client in self._told else []
-        beside = {name: tensor for name, tensor in beside.items() if name not in known}
+        once = {} if client in self._told else self._once
+        beside = algorithm.to_client({**message.extra, **once}, client, self._point.server_state, counted)
         beside |= self._given if self._made and client not in self._told else {}
         letter = replace(message, params=offer, extra=beside, client=client)
         if algorithm.traits.passes_on:

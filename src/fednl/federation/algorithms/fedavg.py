@@ -113,23 +113,28 @@ class FedAvg:
         return {}
 
     def to_client(self, beside: Params, client: str, server_state: ClientState, counted: int) -> Params:
-        """Gives what one client is sent of `broadcast`, and what it alone is told; here the same for all.
+        """Gives what one client is sent of `broadcast` and `once`, and what it alone is told; here the same for all.
 
         Args:
-            beside: what `broadcast` gave.
+            beside: what `broadcast` gave, and to a client that has yet to get it, what `once` gave. Not modified.
             client: its name.
             server_state: the server's own tensors.
             counted: the last round whose update holds a reply of this client; 0 for none.
         """
         return beside
 
-    def once(self, names: Iterable[str]) -> list[str]:
-        """Lists what of `broadcast` a client is sent until it has answered, and again when `apart` has brought new.
+    def once(self, server_state: ClientState) -> Params:
+        """Gives what a client is sent until it has answered, and again when `apart` has brought new; here nothing.
+
+        It is called at most once a round, and not at all where every client that is asked has it.
 
         Args:
-            names: of what the server's message carries beside the rules.
+            server_state: the server's own tensors.
+
+        Returns:
+            Tensors for `to_client`, which makes of them what is sent, under names of `extra`.
         """
-        return []
+        return {}
 
     def client_rank(self, rank: int) -> int:
         """Gives how many components of a LoRA a client trains at most; here all of them.

@@ -106,24 +106,24 @@ class FedWeIt(FedAvg):
         """
         return [name for name in names if name.startswith("adaptive/")]
 
-    def once(self, names: Iterable[str]) -> list[str]:
-        """Lists the adaptive parts: a client keeps them and takes them up where its next task begins.
+    def once(self, server_state: ClientState) -> Params:
+        """Gives everybody's latest adaptive parts: a client keeps others' and takes them up where its next task begins.
 
         Args:
-            names: of what the server's message carries beside the rules.
+            server_state: `adaptive/CLIENT/NAME`.
         """
-        return self.apart(names)
+        return parts.side_by_side(server_state)
 
     def to_client(self, beside: Params, client: str, server_state: ClientState, counted: int) -> Params:
         """Gives all other clients' latest adaptive parts, stacked in the order of their names, which are not told.
 
         Args:
-            beside: nothing; there is nothing that all clients are sent.
+            beside: as `once` gave it; nothing for a client that has it.
             client: its name.
-            server_state: `adaptive/CLIENT/NAME`.
+            server_state: not looked at.
             counted: not looked at here; the client is told it by `Message.counted`.
         """
-        return parts.of_others(client, server_state)
+        return parts.of_others(client, beside)
 
     def start(self, received: Message, state: ClientState, problem: Problem) -> tuple[Params, ClientState]:
         """Starts from the base and keeps what came of others; a task that begins takes that up, and has its own parts.

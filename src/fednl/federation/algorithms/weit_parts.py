@@ -114,20 +114,42 @@ def without_counted(state: Params, counted: int) -> Params:
     return {name: t for name, t in state.items() if not name.startswith("owed/") or not 0 < int(t) <= counted}
 
 
-def of_others(client: str, held: Params) -> Params:
-    """Gives others' latest adaptive parts by rule as `adaptive/NAME`, `[clients, ...]`, in the order of their names.
+def side_by_side(held: Params) -> Params:
+    """Gives all clients' latest adaptive parts by rule as `adaptive/NAME`, `[clients, ...]`, in order of their names.
 
     Args:
-        client: whose own are left out.
-        held: what the server holds, as `adaptive/CLIENT/NAME`; a client's name may hold anything.
+        held: what the server holds, as `adaptive/CLIENT/NAME`, every rule of every client that is in it; a client's
+            name may hold anything.
+
+    Returns:
+        These, and which row is whose as `row/CLIENT`, int64.
     """
     import torch
 
-    found: dict[str, list[torch.Tensor]] = {}
-    for owner in sorted({key.rpartition("/")[0] for key in held} - {f"adaptive/{client}"}):  # whatever the rule
-        for key in [key for key in held if key.rpartition("/")[0] == owner]:
-            found.setdefault(f"adaptive/{key.rpartition('/')[2]}", []).append(held[key])
-    return {name: torch.stack(tensors) for name, tensors in found.items()}
+    split = [key.removeprefix("adaptive/").rpartition("/") for key in held]
+    owners = sorted({owner for owner, _, _ in split})
+    found = {
+        f"adaptive/{name}": torch.stack([held[f"adaptive/{owner}/{name}"] for owner in owners])
+        for name in dict.fromkeys(name for _, _, name in split)
+    }
+    return found | {f"row/{owner}": torch.tensor(row) for row, owner in enumerate(owners)}
+
+
+def of_others(client: str, everybodys: Params) -> Params:
+    """Gives others' latest adaptive parts, without what says whose they are; nothing where there are no others.
+
+    Args:
+        client: whose own are left out; without any, it gets the tensors themselves.
+        everybodys: as `side_by_side` gave it.
+    """
+    import torch
+
+    stacked = {name: tensor for name, tensor in everybodys.items() if name.startswith("adaptive/")}
+    if f"row/{client}" not in everybodys:
+        return stacked
+    row = int(everybodys[f"row/{client}"])
+    others = {name: torch.cat([tensor[:row], tensor[row + 1 :]]) for name, tensor in stacked.items()}
+    return {name: tensor for name, tensor in others.items() if len(tensor)}
 
 
 def by_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
