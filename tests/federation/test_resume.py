@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_toys import SIZES, Bench, in_parts, own_settings, start_params
+import torch
+from federation_toys import LORA_A, LORA_B, SIZES, Bench, in_parts, own_settings, start_params
 
 from fednl.errors import CheckpointError, FednlError
 from fednl.federation import checkpoint as checkpoint_module
@@ -394,6 +395,49 @@ def test_other_rules_do_not_go_on_from_these_checkpoints(tmp_path: Path) -> None
     toy.dtype = torch.float64
     with pytest.raises(CheckpointError, match="other rules"):
         toy.run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "private"),
+    [("local-only", "lora", (LORA_A, LORA_B)), ("fedavg", ("memory", "*.lora_B"), (LORA_A,))],
+)
+def test_private_factors_of_an_older_checkpoint_go_on_with_the_clients_rank(
+    kind: str, shared: Any, private: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Every client once began with the server's rank of what is private to it."""
+    toy = Bench(
+        tmp_path / "r",
+        algorithm=ALGORITHMS[kind](own_settings(kind), shared),
+        settings=FederationSettings(lora_ranks=("ada=1",)),
+        training=TrainingSettings(rounds=3, local_steps=2),
+        lora=True,
+    )
+    toy.run(stop_after=2)
+    folder = toy.path / "checkpoints"
+    newest = checkpoint_module.load_newest(folder)
+    assert newest is not None
+    bob = newest.client_states["bob"]
+    factors = [name for name in bob if name.endswith(private)]
+    assert len(factors) == 3 * len(private) and bob[f"private/{LORA_A}"].shape[0] == 2  # each with two moments
+    old = {**newest.client_states, "ada": newest.client_states["ada"] | {name: bob[name] for name in factors}}
+    checkpoint_module.save_round(folder, 2, newest.params, newest.server_state, old, newest.state, keep=3)
+    toy.events.clear()
+    transport = toy.transport()
+    toy.run(transport, stop_after=2)  # only restored
+    cut = transport.states()["ada"]
+    for name in factors:
+        expected = bob[name][:1] if name.endswith(LORA_A) else bob[name][:, :1]
+        assert torch.equal(cut[name], expected)
+    assert equal(transport.states()["bob"], bob)
+    notes = [event["text"] for event in toy.events if event["event"] == "note"]
+    assert len([text for text in notes if f'of client "ada", {len(private)} private LoRA' in text]) == 1
+    toy.events.clear()
+    toy.run(transport := toy.transport())
+    assert transport.states()["ada"][f"private/{LORA_A}"].shape[0] == 1
+    assert all(client["status"] == "ok" for row in toy.rows() for client in row["clients"])
+    toy.events.clear()
+    toy.run(toy.transport())
+    assert not [event for event in toy.events if "private LoRA" in event.get("text", "")]
 
 
 def test_a_run_folder_may_move(tmp_path: Path, uninterrupted: Any) -> None:

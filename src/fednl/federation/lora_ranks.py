@@ -111,6 +111,31 @@ def rules_by_client(
     }
 
 
+def of_own_rank(own: Params, state: ClientState) -> tuple[ClientState, list[str]]:
+    """Gives a client's state with its private LoRA factors, and all that is kept for them, cut to the client's rank.
+
+    Args:
+        own: all rules, of the client's rank, as `offered` gives them.
+        state: the client's state; not modified.
+
+    Returns:
+        The state, itself where nothing is too large; and the rules that were cut, sorted.
+    """
+    large = [
+        name
+        for name, tensor in own.items()
+        if (axis := rank_axis(name)) is not None
+        and state.get(f"private/{name}", tensor).shape[axis] > tensor.shape[axis]
+    ]
+    found = dict(state)
+    for key, tensor in state.items():
+        name = key.rpartition("/")[2]  # also optimizer/exp_avg/NAME
+        axis = rank_axis(name)
+        if name in large and axis is not None and tensor.dim() == own[name].dim():
+            found[key] = tensor.narrow(axis, 0, min(tensor.shape[axis], own[name].shape[axis])).clone()
+    return (found if large else state), sorted(large)
+
+
 def cut(params: Mapping[str, Tensor], rank: int | None, skip: int = 0) -> Params:
     """Gives LoRA factors with some of their components only, other tensors as they are; views, not copies.
 

@@ -9,8 +9,8 @@ from fednl.errors import CheckpointError
 from fednl.federation.accounting import Spent, begin_privacy
 from fednl.federation.checkpoint import Checkpoint, load_newest, load_round
 from fednl.federation.identity import identity
-from fednl.federation.lora_ranks import offered
-from fednl.federation.params import Params, copy
+from fednl.federation.lora_ranks import of_own_rank, offered
+from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.quarantine import Conduct
 from fednl.federation.record import Federation, Point, write_final
 
@@ -67,7 +67,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
         fed.tell("note", text=f"rounds {done + 1} to {newest} changed nothing, so they are done again")
     if checkpoint is None:
         return replace(begin(fed, params), spent=spent, attempt=attempt)
-    fed.transport.restore(checkpoint.client_states)
+    fed.transport.restore(_of_own_ranks(fed, params, checkpoint.client_states))
     left = fed.run.truncate_jsonl(fed.inside("rounds.jsonl"), checkpoint.round)
     if left < checkpoint.round:
         fed.tell("note", text=f"{checkpoint.round - left} of {checkpoint.round} rounds are missing in rounds.jsonl")
@@ -89,6 +89,21 @@ def resume(fed: Federation, params: Params) -> Point | None:
     if done < newest:
         write_final(fed, stands)  # it was of a round that is taken back
     return stands
+
+
+def _of_own_ranks(fed: Federation, params: Params, states: dict[str, ClientState]) -> dict[str, ClientState]:
+    """Clients' states of their own ranks; in older checkpoints, private LoRA factors have the server's."""
+    found = {}
+    for client, state in states.items():
+        own = offered(fed.algorithm, params, client, fed.settings.lora_ranks)
+        found[client], large = of_own_rank(own, state)
+        if large:
+            text = (
+                f'of client "{client}", {len(large)} private LoRA factors have a higher rank than lora-ranks says, as '
+            )
+            text += "earlier versions began with: they go on with their first components"
+            fed.tell("note", text=text)
+    return found
 
 
 def _before_failures(fed: Federation, newest: Checkpoint) -> Checkpoint | None:
