@@ -1,8 +1,8 @@
 """The run folder: everything a run leaves behind, as JSON, JSON lines and safetensors.
 
-`config.json` (the resolved settings), `environment.json`, `partition.json`, `rounds.jsonl`, `checkpoints/`,
-`final/`, `best/`, `results/` and `report.md`. A file is either whole or absent: it is written beside its place
-and renamed into it.
+`config.json` (the resolved settings), `environment.json`, `partition.json`, `rounds.jsonl`, `attempts.json`,
+`checkpoints/`, `final/`, `best/`, `results/` and `report.md`. A file is either whole or absent: it is written beside
+its place and renamed into it.
 """
 
 from __future__ import annotations

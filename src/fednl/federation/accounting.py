@@ -18,7 +18,9 @@ from fednl.seeding import seed_of
 
 @dataclass(frozen=True)
 class Spent:
-    """What the server must remember to go on with noise: a part of every checkpoint, and of nothing else.
+    """What the server must remember to go on with noise: a part of every checkpoint.
+
+    What was spent is noted beside the checkpoints too (`fednl.federation.attempts`), without the secret.
 
     Args:
         secret: where the noise and the drawing of clients come from. Whoever knows it can take the noise away.
@@ -40,6 +42,25 @@ class Spent:
     def from_dict(cls, facts: Mapping[str, Any]) -> Spent:
         """Reads what `to_dict` gave."""
         return cls(**{**facts, "releases": tuple((z, q, int(n)) for z, q, n in facts["releases"])})
+
+    def counts(self) -> dict[str, Any]:
+        """Gives what was spent, as JSON can hold it, without the secret."""
+        facts = self.to_dict()
+        return {name: facts[name] for name in ("releases", "asked")}
+
+    def at_least(self, counts: Mapping[str, Any] | None) -> Spent:
+        """Gives this with no less spent than was noted elsewhere.
+
+        Args:
+            counts: as `counts` gave it, of the same run; None changes nothing.
+        """
+        if counts is None:
+            return self
+        noted = Spent.from_dict({**self.to_dict(), **counts})
+        releases = max(self.releases, noted.releases, key=lambda some: sum(one[2] for one in some))
+        clients = self.asked.keys() | noted.asked.keys()
+        asked = {one: max(self.asked.get(one, 0), noted.asked.get(one, 0)) for one in sorted(clients)}
+        return replace(self, releases=releases, asked=asked)
 
     def with_release(self, noise: float, rate: float) -> Spent:
         """Gives this after one more round of sum and noise."""

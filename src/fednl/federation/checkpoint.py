@@ -10,13 +10,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fednl.errors import CheckpointError, FednlError, MessageError
+from fednl.federation.attempts import taken_back
 from fednl.federation.params import ClientState, Params
 from fednl.federation.wire import pack, unpack
 from fednl.files import sync_folder, write_atomic
@@ -59,7 +60,8 @@ def save_round(
 ) -> Path:
     """Writes the checkpoint of round `n` so that a crash at any moment leaves the one before it intact.
 
-    Checkpoints of later rounds, which the run went back behind, go.
+    Checkpoints of this and later rounds, which the run went back behind, go before it is in place: none of them is ever
+    the newest beside it.
 
     Args:
         folder: the `checkpoints` folder; made if missing.
@@ -85,12 +87,9 @@ def save_round(
         temporary = folder / f".round-{n}.tmp"
         temporary.mkdir()
         _fill(temporary, n, params, server_state, client_states, state)
-        if place.exists():  # a damaged one, which the run went back behind
-            shutil.rmtree(place)
+        drop_after(folder, n - 1)
         os.replace(temporary, place)
         sync_folder(folder)
-        for later in (number for number in _numbered(folder) if number > n):
-            shutil.rmtree(folder / f"round-{later}")
         prune(folder, keep, spare)
     except OSError as error:
         raise FednlError(
@@ -114,22 +113,43 @@ def prune(folder: Path, keep: int, spare: Collection[int] = ()) -> None:
         shutil.rmtree(folder / f"round-{old}")
 
 
-def load_newest(folder: Path) -> Checkpoint | None:
+def drop_after(folder: Path, n: int, but: Collection[str] = ()) -> None:
+    """Removes the checkpoints of the rounds after one.
+
+    Args:
+        folder: the `checkpoints` folder.
+        n: the last round whose checkpoint stays; 0 for none.
+        but: names of checkpoints that stay besides.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    for later in (number for number in _numbered(folder) if number > n and f"round-{number}" not in but):
+        shutil.rmtree(folder / f"round-{later}")
+
+
+def load_newest(folder: Path, begun: Sequence[int] = ()) -> Checkpoint | None:
     """Reads the newest checkpoint whose files all have the hashes written down; None if there is none at all.
 
     Args:
         folder: the `checkpoints` folder; may be missing.
+        begun: the first round of each attempt after attempt 0; what was taken back is passed over.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.
     """
     skipped: list[str] = []
+    passed = False
     for number in _numbered(folder):
         try:
-            return _read(folder / f"round-{number}", number, tuple(skipped))
+            found = _read(folder / f"round-{number}", number, tuple(skipped))
         except (OSError, ValueError, KeyError, TypeError, MessageError):
             skipped.append(f"round-{number}")
-    if skipped:
+            continue
+        if not taken_back(number, int(found.state.get("attempt", 0)), begun):
+            return found
+        passed = True
+    if skipped and not passed:
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged ({', '.join(skipped)}): restore one, or start anew."
         )

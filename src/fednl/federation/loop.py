@@ -24,7 +24,7 @@ from fednl.federation.message import Message
 from fednl.federation.params import Params, finite
 from fednl.federation.privacy import PrivateSum
 from fednl.federation.record import Federation, OnEvent, Point, Validate, save, write_final
-from fednl.federation.resuming import begin, resume
+from fednl.federation.resuming import begin, note_question, resume
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.steps import Steps
 from fednl.federation.transport import Transport
@@ -160,6 +160,7 @@ def _one_round(fed: Federation, point: Point) -> Point:
     private = private_round(fed, point)
     if private is not None:
         asked = private.draw(free, asked)
+        note_question(fed, point, private.asking(asked))
     message = message_of(fed, point)
     shared = message.params
     combiner = _combiner(fed, shared, None if private is None else private.sum)

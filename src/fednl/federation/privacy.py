@@ -80,8 +80,17 @@ class PrivateRound:
         Args:
             asked: who was asked.
         """
+        spent = self.asking(asked)
+        return spent if self.sum is None else replace(spent, clip=self.sum.next_clip())
+
+    def asking(self, asked: Iterable[str]) -> Spent:
+        """Gives what will have been spent once the round's question has left, with the clip as it is.
+
+        Args:
+            asked: who is asked.
+        """
         if self.sum is not None:
-            return replace(self._released(), clip=self.sum.next_clip())
+            return self._released()
         counts = dict(self._spent.asked)
         for client in asked:
             counts[client] = counts.get(client, 0) + 1

@@ -85,12 +85,19 @@ class Point:
     """The clients that have what the algorithm gives them once."""
     updates: int = 0
     """How many rounds changed the rules."""
-    attempt: int = 0
-    """How often the run went back behind rounds that failed; what is drawn in a round depends on it."""
+    begun: tuple[int, ...] = ()
+    """The first round of each attempt after attempt 0: where the run went back behind rounds that failed."""
     counted: dict[str, int] = field(default_factory=dict)
     """By client, the last round whose update holds a reply of it; who is in none is left out."""
     sound: int = 0
     """The last round before those that failed; this one if none did since the rules changed."""
+    best_then: int = 0
+    """The round that `best` was of after that one."""
+
+    @property
+    def attempt(self) -> int:
+        """How often the run went back behind rounds that failed; what is drawn in a round depends on it."""
+        return len(self.begun)
 
     @property
     def settled(self) -> int:
@@ -159,7 +166,9 @@ def save(
     score = metrics.get("validation_loss")
     if score is not None and score < point.best.get("loss", math.inf):
         point = replace(point, best={"round": point.round, "loss": score})
-        write_tensors(fed.path("best") / "params.safetensors", point.params, _header(point))
+        write_tensors(fed.path("best") / "params.safetensors", point.params, header_of(point.round, point.updates))
+    if point.sound == point.round:
+        point = replace(point, best_then=int(point.best.get("round", 0)))
     facts = {"round": point.round, "metrics": metrics, "updated": not reason, "refused": ledger.refused}
     facts |= ({"reason": reason} if reason else {}) | {"seconds_s": seconds_s}
     out = sorted(client for client in point.conduct.out(point.round) if client not in asked)
@@ -175,8 +184,10 @@ def save(
             "best": point.best,
             "failed_rounds": point.failed_rounds,
             "sound": point.sound,
+            "best_then": point.best_then,
             "updates": point.updates,
             "attempt": point.attempt,
+            "begun": point.begun,
             "conduct": asdict(point.conduct),
             "told": point.told,
             "counted": point.counted,
@@ -192,19 +203,24 @@ def save(
 
 def write_final(fed: Federation, point: Point) -> None:
     """Leaves the newest finished rules in `final/`, and no checkpoint that was there for those before them."""
-    write_tensors(fed.path("final") / "params.safetensors", point.params, _header(point))
+    write_tensors(fed.path("final") / "params.safetensors", point.params, header_of(point.round, point.updates))
     with writing(checkpoints := fed.path("checkpoints")):
         prune(checkpoints, fed.settings.keep_checkpoints, _spared(fed, point))
 
 
-def _header(point: Point) -> dict[str, Any]:
-    """What is said beside rules: their round, and that they are those of the start, if no round has changed them."""
-    return {"round": point.round} | ({} if point.updates else {"updates": 0})
+def header_of(round: int, updates: int) -> dict[str, Any]:
+    """Gives what is said beside rules: their round, and that they are those of the start, if none has changed them.
+
+    Args:
+        round: counted from 1; 0 for the start.
+        updates: how many rounds changed the rules.
+    """
+    return {"round": round} | ({} if updates else {"updates": 0})
 
 
 def _spared(fed: Federation, point: Point) -> set[int]:
     """The rounds whose checkpoints stay, however old."""
-    return {*fed.milestones, int(point.best.get("round", 0)), point.sound}
+    return {*fed.milestones, int(point.best.get("round", 0)), point.best_then, point.sound}
 
 
 def _validation(measured: Mapping[str, float]) -> dict[str, float]:
