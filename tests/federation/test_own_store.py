@@ -15,7 +15,7 @@ from fednl.federation.algorithms.fedavg import FedAvg
 from fednl.federation.exchange import PLAIN, CombineSettings, Exchange, PrivacySettings
 from fednl.federation.message import Message
 from fednl.federation.own_store import OwnStore
-from fednl.federation.params import equal
+from fednl.federation.params import Params, equal
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import InProcessTransport
 from fednl.federation.validate import Wanted
@@ -91,15 +91,16 @@ def test_another_question_in_an_earlier_round_is_trained_from_the_state_before_i
     asked: dict[int, Message] = {}
     params = {name: tensor for name, tensor in start_params().items() if name != PROJECTION}
     replies = {}
-    for round in range(1, 6):
+    for round in range(1, 7):
         asked[round] = Message(params, round=round, client="ada", run="r")
         replies[round] = _ask(store, asked[round])
-    assert _ask(store, asked[5]) == replies[5] and endpoint.done.count(("ada", 5)) == 1
+    assert _ask(store, asked[6]) == replies[6] and endpoint.done.count(("ada", 6)) == 1
     other = Message({name: tensor + 1 for name, tensor in params.items()}, round=4, client="ada", run="r")
     assert _ask(store, other) != replies[4]
     assert endpoint.done.count(("ada", 4)) == 2
     _ask(store, asked[5])  # what followed the dropped round is done again
     assert endpoint.done.count(("ada", 5)) == 2
+    _ask(store, asked[6])
     with pytest.raises(
         CheckpointError, match="Round 1 was asked again, but this client keeps no state from before round 3"
     ):
@@ -167,6 +168,58 @@ def test_a_late_answer_to_an_earlier_attempt_is_none_to_the_next(tmp_path: Path)
     with pytest.raises(MessageError, match="not for round 1 of this run"):
         wanted.read(replies[0], "ada")
     assert b"attempt" not in asked[0].to_bytes() and b"unsettled" not in asked[0].to_bytes()
+
+
+@pytest.mark.parametrize("mode", ["none", "local"])
+def test_a_client_that_was_not_asked_when_rounds_were_done_again_goes_on_from_before_them(
+    tmp_path: Path, mode: Any
+) -> None:
+    """It answered 5 and 6, which the server took back; then 8 in the attempt after, and 9, taken back by the next."""
+    exchange = Exchange(privacy=PrivacySettings(mode=mode, noise_seed=1)) if mode == "local" else PLAIN
+    toy = Bench(tmp_path / "run", algorithm=FedAvg(shared="memory"), exchange=exchange)
+    inner, came = toy.endpoint(), dict[tuple[int, int], Params]()
+
+    def endpoint(client: str, message: Message, state: Any, tell: Any) -> Any:
+        came[message.attempt, message.round] = state
+        return inner(client, message, state, tell)
+
+    store = OwnStore(endpoint, tmp_path / "disk", {f"private/{PROJECTION}": start_params()[PROJECTION]})
+    params = {name: tensor for name, tensor in start_params().items() if name != PROJECTION}
+
+    def ask(round: int, *begun: int) -> bytes:
+        return _ask(store, Message(params, round=round, client="ada", run="r", attempt=len(begun), begun=begun))
+
+    for round in (4, 5, 6):
+        ask(round)
+    after_four = came[0, 5]
+    ask(7, 5)
+    assert equal(came[1, 7], after_four) and not equal(came[0, 6], after_four)
+    ask(9, 5)
+    after_seven = came[1, 9]
+    assert not equal(after_seven, after_four)
+    ask(10, 5, 9)
+    assert equal(came[2, 10], after_seven)
+    ask(4, 5, 9, 1)
+    assert equal(came[3, 4], {f"private/{PROJECTION}": start_params()[PROJECTION]})
+
+
+@pytest.mark.parametrize(("keep", "told"), [(2, 3), (6, 5)])
+def test_a_message_says_what_is_unsettled_only_where_a_client_would_not_keep_it_anyway(
+    tmp_path: Path, keep: int, told: int
+) -> None:
+    """A client of before reads no message with a field that it does not know."""
+    toy = bench(tmp_path / "run")
+    toy.training = TRAINING.model_copy(update={"rounds": 9})
+    toy.settings = FederationSettings(max_failed_rounds=8, keep_checkpoints=keep)
+    transport = toy.transport(lambda replies: [replace(one, status="lost", reason="lost") for one in replies])
+    with pytest.raises(FednlError, match="8 rounds in a row failed"):
+        toy.run(transport)
+    rounds = {message.round: message for message in transport.sent}
+    assert [rounds[n].unsettled for n in range(1, 9)] == [n - 1 if n > told else 0 for n in range(1, 9)]
+    assert [b"unsettled" in rounds[n].to_bytes() for n in range(1, 9)] == [n > told for n in range(1, 9)]
+    again = toy.transport()
+    toy.run(again, stop_after=2)
+    assert [(one.round, one.attempt, one.begun) for one in again.sent[::4]] == [(1, 1, (1,)), (2, 1, (1,))]
 
 
 def _ask(store: OwnStore, message: Message) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from fednl.federation.coding import encode, wire_layout
 from fednl.federation.ledger import VALID, Ledger
 from fednl.federation.lora_ranks import Ranks
-from fednl.federation.message import Message
+from fednl.federation.message import LEAST_KEPT, Message
 from fednl.federation.params import Params, count
 from fednl.federation.record import Federation, Point
 from fednl.federation.secure import STAGES, layout
@@ -22,7 +22,10 @@ def message_of(fed: Federation, point: Point) -> Message:
     shared = {name: point.params[name] for name in fed.names}
     beside = fed.algorithm.broadcast(shared, point.server_state)
     message = Message(shared, beside, round=point.round + 1, run=fed.run_name, adapters=fed.adapters)
-    return replace(message, attempt=point.attempt, unsettled=point.round - point.settled)
+    unsettled = point.round - point.settled
+    # A client of before this field reads no message that has it, so it is there only where somebody needs it.
+    told = unsettled if unsettled >= max(fed.settings.keep_checkpoints, LEAST_KEPT) - 1 else 0
+    return replace(message, attempt=point.attempt, unsettled=told, begun=point.begun)
 
 
 class Letters:

@@ -14,6 +14,10 @@ STATUSES = ("ok", "empty", "withheld")
 _FIELDS = {"num_examples", "metrics", "round", "client", "run", "status", "coding", "adapters"}
 _SELDOM = {"attempt", "unsettled", "counted"}
 """Numbers that are written only where they are not 0."""
+LEAST_KEPT = 4
+"""How many of its newest rounds a client that keeps its own state keeps at least."""
+_BEGUN = "begun"
+"""A list that is written only where it is not empty."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Message:
         adapters: from the server, a hash of all that makes rules comparable but is not in them, such as a LoRA's alpha;
             empty where nobody has said.
         attempt: how often the run went back behind rounds that failed before this one was asked; a reply echoes it.
-        unsettled: from the server, how many of the rounds just before this one it may yet go back behind.
+        unsettled: from the server, how many of the rounds just before this one it may yet go back behind; 0 also where
+            a client that keeps its own state has what leads there without being told.
         counted: from the server, the last round whose update holds a reply of this client; 0 for none, or where the
             algorithm hands nothing from client to client.
+        begun: from the server, the first round of each attempt after attempt 0.
     """
 
     params: Params
@@ -52,6 +58,7 @@ class Message:
     attempt: int = 0
     unsettled: int = 0
     counted: int = 0
+    begun: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Serialises the message: safetensors with a JSON header; the same message gives the same bytes."""
@@ -70,6 +77,7 @@ class Message:
             "coding": self.coding,
             "adapters": self.adapters,
             **{name: number for name in sorted(_SELDOM) if (number := getattr(self, name))},
+            **({_BEGUN: list(self.begun)} if self.begun else {}),
         }
         return pack(tensors, header)
 
@@ -103,9 +111,10 @@ class Message:
     def _of(cls, tensors: Params, header: dict[str, Any]) -> Message:
         if header.pop("format", None) != FORMAT:
             raise malformed("it is of another format")
-        if header.keys() - _SELDOM != _FIELDS:
+        if header.keys() - _SELDOM - {_BEGUN} != _FIELDS:
             raise malformed("a field is missing or unknown")
         _check_fields(header)
+        header[_BEGUN] = tuple(header.get(_BEGUN, ()))
         parts: dict[str, Params] = {"params": {}, "extra": {}}
         for name, tensor in tensors.items():
             part, slash, rest = name.partition("/")
@@ -133,5 +142,8 @@ def _check_fields(header: dict[str, Any]) -> None:
         raise malformed("its round or status is of another kind")
     if not all(type(header[name]) is int and header[name] > 0 for name in _SELDOM & header.keys()):
         raise malformed("its attempt, unsettled or counted rounds are no positive number")
+    begun = header.get(_BEGUN, [1])
+    if not isinstance(begun, list) or not begun or not all(type(first) is int and first > 0 for first in begun):
+        raise malformed("its begun attempts are no list of rounds")
     if not all(isinstance(header[name], str) for name in ("client", "run", "coding", "adapters")):
         raise malformed("its client, run, coding or adapters are no word")

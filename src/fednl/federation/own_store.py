@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fednl.errors import CheckpointError, FednlError
+from fednl.federation.attempts import taken_back
 from fednl.federation.checkpoint import read_tensors
-from fednl.federation.message import Message
+from fednl.federation.message import LEAST_KEPT, Message
 from fednl.federation.params import ClientState, Params, copy
 from fednl.federation.secure import STAGES
 from fednl.federation.sharing import SECRET
@@ -30,21 +31,23 @@ class OwnStore:
     An answer is on disk, with the state after it, before it is sent. The same question again (a reply was lost, the
     server was restarted) gets the same bytes without training. An earlier round again, or the same round with another
     question (the server went back to a checkpoint), is trained from the state before that round, and what came after it
-    is dropped; a later exchange of a masked sum goes on in the round. Under local noise another question in a round
-    that was answered is refused, unless it is of a later attempt: the server counts a round that it does again once
-    more. Runs do not know each other's state.
+    is dropped, as is what the server took back while this client was not asked; a later exchange of a masked sum goes
+    on in the round. Under local noise another question in a round that was answered is refused, unless it is of a later
+    attempt: the server counts a round that it does again once more. Runs do not know each other's state.
 
     Args:
         endpoint: what the client does with a message and its state.
         folder: the client's own; made if missing, readable by its owner only.
-        start: the client's state before its first round: `private/NAME` for every rule that does not travel.
-        keep: how many of the newest rounds of a run are kept; at least 1. The server's `keep-checkpoints` or more, as
-            it may go back that far. Where rounds have failed, a message tells how far else it may go back
-            (`Message.unsettled`), and as much is kept.
+        start: the client's state before its first round: `private/NAME` for every rule that does not travel, a LoRA's
+            factors cut to the client's rank as `fednl.federation.lora_ranks.offered` gives them.
+        keep: how many of the newest rounds of a run are kept; never fewer than `LEAST_KEPT`. The server's
+            `keep-checkpoints` or more, as it may go back that far. Where more rounds have failed, a message tells how
+            far else it may go back (`Message.unsettled`), and as much is kept.
     """
 
-    def __init__(self, endpoint: Endpoint, folder: Path, start: ClientState, keep: int = 3) -> None:
-        self._endpoint, self._folder, self._start, self._keep = endpoint, folder, start, keep
+    def __init__(self, endpoint: Endpoint, folder: Path, start: ClientState, keep: int = LEAST_KEPT) -> None:
+        self._endpoint, self._folder, self._start = endpoint, folder, start
+        self._keep = max(keep, LEAST_KEPT)
 
     def __call__(
         self, client: str, message: Message, state: ClientState, on_progress: Callable[[dict[str, Any]], None]
@@ -69,20 +72,21 @@ class OwnStore:
         if header.get("question") == question:
             return _reply(tensors), _state(tensors)
         _check_counted(folder, message)
-        before, number = self._before(folder, message.round)
+        gone = _gone(folder, message)
+        before, number = self._before(folder, message.round, gone)
         if message.coding in STAGES and header.get("attempt", 0) == message.attempt and tensors:
             before = _state(tensors)  # a later exchange of the same round, not the round anew
         reply, after = self._endpoint(client, message, before, on_progress)
         sent = torch.frombuffer(bytearray(reply.to_bytes()), dtype=torch.uint8)
         stored = {_REPLY: sent, **{f"{_STATE}{name}": tensor for name, tensor in after.items()}}
         told = {"question": question, "earlier": number, "attempt": message.attempt}
-        self._write(folder, message, pack(stored, told))
+        self._write(folder, message, pack(stored, told), gone)
         return reply, after
 
-    def _before(self, folder: Path, round: int) -> tuple[ClientState, int]:
+    def _before(self, folder: Path, round: int, gone: Collection[int]) -> tuple[ClientState, int]:
         """The state before a round, and after how many rounds it is."""
         kept = _rounds(folder)
-        earlier = [number for number in kept if number < round]
+        earlier = [number for number in kept if number < round and number not in gone]
         if earlier:
             tensors, header = read_tensors(folder / f"round-{earlier[-1]}.safetensors")
             return _state(tensors), int(header["earlier"]) + 1
@@ -93,13 +97,13 @@ class OwnStore:
             )
         return copy(self._start), 0
 
-    def _write(self, folder: Path, message: Message, content: bytes) -> None:
+    def _write(self, folder: Path, message: Message, content: bytes, gone: Collection[int]) -> None:
         round, settled = message.round, message.round - 1 - message.unsettled
         path = folder / f"round-{round}.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for number in _rounds(folder):
-                if number > round:
+                if number > round or number in gone:
                     (folder / f"round-{number}.safetensors").unlink()
             write_atomic(path, content, mode=0o600)
             kept = _rounds(folder)
@@ -112,6 +116,13 @@ class OwnStore:
     def _folder_of(self, client: str, run: str) -> Path:
         """A run's folder; names may hold anything, so it is called by their hash."""
         return self._folder / hashlib.sha256(f"{client}\n{run}".encode()).hexdigest()[:24]
+
+
+def _gone(folder: Path, message: Message) -> set[int]:
+    """The earlier rounds that the server has taken back since, in attempts in which this client was not asked."""
+    earlier = [number for number in _rounds(folder) if number < message.round] if message.begun else []
+    attempts = {number: read_tensors(folder / f"round-{number}.safetensors")[1].get("attempt", 0) for number in earlier}
+    return {number for number, attempt in attempts.items() if taken_back(number, attempt, message.begun)}
 
 
 def _check_counted(folder: Path, message: Message) -> None:
