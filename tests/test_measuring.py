@@ -205,6 +205,15 @@ def test_private_rules_that_are_lost_are_no_start_rules(run: Run, arm: str) -> N
     assert {f: (run.path / "results" / f).read_text() for f in before} == before
 
 
+def test_private_rules_are_those_of_the_round_that_final_is_of_though_a_later_checkpoint_is_there(run: Run) -> None:
+    folder, before = run.path / "checkpoints", (run.path / "results/needles.outcomes.jsonl").read_text()
+    shutil.copytree(folder / "round-3", folder / "round-4")
+    facts = json.loads((folder / "round-4/state.json").read_text())
+    (folder / "round-4/state.json").write_text(json.dumps({**facts, "round": 4, "clients": {}}))
+    evaluate(run.path)
+    assert (run.path / "results/needles.outcomes.jsonl").read_text() == before
+
+
 def test_more_rounds_are_trained_and_measured_anew(run: Run) -> None:
     evaluate(run.path, overrides=["data.tokens=700", "evaluation.arms=['federated']"])
     config = run.read_json("config.json")

@@ -19,7 +19,7 @@ from fednl.evaluation.measures import MEASURES
 from fednl.evaluation.outcomes import Outcome
 from fednl.evaluation.rows import result_rows
 from fednl.evaluation.settings import ARMS
-from fednl.federation.checkpoint import load_newest, read_tensors
+from fednl.federation.checkpoint import load_round, read_tensors
 from fednl.federation.groups import shared_groups
 from fednl.federation.inline import Pool
 from fednl.federation.jobs import answer_of, do
@@ -222,13 +222,14 @@ def _rules_of(run: Run, config: Config, pool: Pool, rules: str, clients: Sequenc
     if travels == len(params) and not algorithm.traits.keeps_own:
         return {client: offered(algorithm, params, client, ranks) for client in clients}
     folder = run.path / inside(rules, "checkpoints")
-    checkpoint = load_newest(folder)
-    if checkpoint is None or checkpoint.round != header.get("round"):
+    try:
+        states = load_round(folder, int(header.get("round", 0))).client_states
+    except CheckpointError:
         raise CheckpointError(
             f"{folder} lacks round {header.get('round')}, where each client's own rules are: restore it, or delete "
             f"{run.path / inside(rules, 'finished.json')} and resume, which trains what is missing."
-        )
-    return rules_by_client(algorithm, params, checkpoint.client_states, clients, ranks)
+        ) from None
+    return rules_by_client(algorithm, params, states, clients, ranks)
 
 
 def _shared(run: Run, config: Config, rules: str) -> list[str]:
