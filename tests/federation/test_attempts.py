@@ -78,11 +78,11 @@ def damage(toy: Bench, round: int) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(("first", "kind"), [(1, Crash), (3, Crash), (3, KeyboardInterrupt)])
+@pytest.mark.parametrize(("first", "keep", "kind"), [(1, 2, Crash), (3, 2, Crash), (3, 1, KeyboardInterrupt)])
 def test_a_crash_at_any_moment_of_going_back_leads_to_the_same_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, kind: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, keep: int, kind: type[BaseException]
 ) -> None:
-    failed = bench(tmp_path / "failed" / "run", "central")
+    failed = bench(tmp_path / "failed" / "run", "central", keep)
     fail_from(failed, first)
     calls, at = 0, 0
     real = {"replace": os.replace, "rmtree": shutil.rmtree}
@@ -235,3 +235,18 @@ def test_what_was_noted_is_read_again(tmp_path: Path) -> None:
     asked = Asked(3, (2, 3), None, counts)
     asked.write(toy.run_folder)
     assert Asked.read(toy.run_folder) == asked
+
+
+def test_once_a_run_went_back_nothing_on_disk_is_of_a_later_round(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run", keep=3)
+    fail_from(toy, 3)
+
+    def kill(event: Any) -> None:
+        if event["event"] == "round-start":
+            raise Crash
+
+    with pytest.raises(Crash):
+        toy.run(on_event=kill)
+    assert round_of(toy.path / "final/params.safetensors") == 2 and len(toy.rows()) == 2
+    assert {path.name for path in (toy.path / "checkpoints").iterdir()} <= {"round-1", "round-2"}
+    assert Asked.read(toy.run_folder).question == (1, 3)
