@@ -126,13 +126,8 @@ class FedAvg:
     def once(self, server_state: ClientState) -> Params:
         """Gives what a client is sent until it has answered, and again when `apart` has brought new; here nothing.
 
-        It is called at most once a round, and not at all where every client that is asked has it.
-
-        Args:
-            server_state: the server's own tensors.
-
-        Returns:
-            Tensors for `to_client`, which makes of them what is sent, under names of `extra`.
+        Called at most once a round, where a client lacks it; `to_client` makes of it what is sent. `server_state` is
+        the server's own tensors.
         """
         return {}
 
