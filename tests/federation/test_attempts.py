@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from fednl.federation.params import Params, equal
 from fednl.federation.record import Validation
 from fednl.federation.settings import FederationSettings, TrainingSettings
 from fednl.federation.transport import Reply
+from fednl.runs import Run
 
 
 class Crash(BaseException):
@@ -30,9 +32,11 @@ class Crash(BaseException):
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epsilon is the number of rounds that it is of, so that a test needs no accountant."""
+    """Epsilon is the number of rounds that it is of, so that a test needs no accountant; secrets are known."""
     count: Callable[[Iterable[Any], float], float] = lambda releases, delta: float(sum(one[2] for one in releases))  # noqa: E731
     monkeypatch.setattr("fednl.federation.accounting.epsilon_of", count)
+    drawn = itertools.count(1)  # every secret another one, and the same in every test
+    monkeypatch.setattr("fednl.federation.accounting.secrets.randbits", lambda bits: next(drawn))
 
 
 def bench(path: Path, mode: Any = "none", keep: int = 1, epsilon: float = 0.0) -> Bench:
@@ -83,6 +87,9 @@ def test_a_crash_at_any_moment_of_going_back_leads_to_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, keep: int, kind: type[BaseException]
 ) -> None:
     failed = bench(tmp_path / "failed" / "run", "central", keep)
+    # A secret of its own and a clip that moves: both are in checkpoints that go.
+    own = PrivacySettings(mode="central", noise_multiplier=1.0, adaptive_clip=True)
+    failed.exchange = replace(failed.exchange, privacy=own)
     fail_from(failed, first)
     calls, at = 0, 0
     real = {"replace": os.replace, "rmtree": shutil.rmtree}
@@ -120,6 +127,43 @@ def test_a_crash_at_any_moment_of_going_back_leads_to_the_same_end(
         expected = expected or (found, attempt_of(toy))
         assert equal(found[0], expected[0][0]) and (found[1], attempt_of(toy)) == (expected[0][1], 1), f"call {at}"
     assert at > 10 and found[1][-1]["metrics"]["epsilon"] == first + 2
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_ctrl_c_in_the_round_that_is_done_again_changes_nothing(tmp_path: Path, first: int) -> None:
+    toy = bench(tmp_path / "one" / "run", "central")
+    toy.exchange = replace(
+        toy.exchange, privacy=PrivacySettings(mode="central", noise_multiplier=1.0, adaptive_clip=True)
+    )
+    fail_from(toy, first)
+    other = replace(toy, path=tmp_path / "other" / "run", events=[])
+    shutil.copytree(toy.path, other.path)
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round-start" and event["round"] == first:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        other.run(on_event=stop)
+    params, rows = end_of(toy)
+    again, theirs = end_of(other)
+    assert equal(params, again) and [row["metrics"]["clip"] for row in rows] == [
+        row["metrics"]["clip"] for row in theirs
+    ]
+    assert [[one["name"] for one in row["clients"]] for row in rows] == [
+        [one["name"] for one in row["clients"]] for row in theirs
+    ]
+
+
+def test_where_the_round_to_go_back_to_is_damaged_nothing_is_thrown_away(tmp_path: Path) -> None:
+    toy = bench(tmp_path / "run")
+    fail_from(toy, 4)
+    Asked(4, (4,)).write(Run(toy.path))  # as a crash leaves it, before anything is taken back
+    damage(toy, 3)
+    rows = toy.rows()
+    with pytest.raises(CheckpointError, match=r"is damaged \(round-3\): restore one, or start anew"):
+        toy.run()
+    assert toy.rows() == rows and (toy.path / "checkpoints" / "round-3").is_dir()
 
 
 @pytest.mark.parametrize("mode", ["none", "central", "local"])
@@ -222,8 +266,7 @@ def test_a_round_is_taken_back_by_any_later_attempt_that_began_with_it_or_before
 
 def test_of_two_counts_the_larger_one_is_taken() -> None:
     spent = Spent(7, 1.0, ((1.0, 0.5, 3),), {"ada": 2, "bob": 1})
-    noted = Spent(8, 2.0, ((1.0, 0.5, 4),), {"bob": 3, "cyd": 1}).counts()
-    assert "secret" not in noted
+    noted = Spent(8, 2.0, ((1.0, 0.5, 4),), {"bob": 3, "cyd": 1}).to_dict()
     assert spent.at_least(noted) == Spent(7, 1.0, ((1.0, 0.5, 4),), {"ada": 2, "bob": 3, "cyd": 1})
     assert spent.at_least(None) == spent
 
@@ -231,7 +274,7 @@ def test_of_two_counts_the_larger_one_is_taken() -> None:
 def test_what_was_noted_is_read_again(tmp_path: Path) -> None:
     toy = Bench(tmp_path / "run", exchange=PLAIN)
     assert Asked.read(toy.run_folder) == Asked()
-    counts = Spent(7, 1.0, ((1.0, 0.5, 3),), {"ada": 2}).counts()
+    counts = Spent(7, 1.0, ((1.0, 0.5, 3),), {"ada": 2}).to_dict()
     asked = Asked(3, (2, 3), None, counts)
     asked.write(toy.run_folder)
     assert Asked.read(toy.run_folder) == asked

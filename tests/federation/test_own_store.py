@@ -203,7 +203,7 @@ def test_a_client_that_was_not_asked_when_rounds_were_done_again_goes_on_from_be
     assert equal(came[3, 4], {f"private/{PROJECTION}": start_params()[PROJECTION]})
 
 
-@pytest.mark.parametrize(("keep", "told"), [(2, 3), (6, 5)])
+@pytest.mark.parametrize(("keep", "told"), [(2, 3), (6, 3)])
 def test_a_message_says_what_is_unsettled_only_where_a_client_would_not_keep_it_anyway(
     tmp_path: Path, keep: int, told: int
 ) -> None:

@@ -20,7 +20,7 @@ from fednl.seeding import seed_of
 class Spent:
     """What the server must remember to go on with noise: a part of every checkpoint.
 
-    What was spent is noted beside the checkpoints too (`fednl.federation.attempts`), without the secret.
+    It is noted beside the checkpoints too (`fednl.federation.attempts`).
 
     Args:
         secret: where the noise and the drawing of clients come from. Whoever knows it can take the noise away.
@@ -43,16 +43,11 @@ class Spent:
         """Reads what `to_dict` gave."""
         return cls(**{**facts, "releases": tuple((z, q, int(n)) for z, q, n in facts["releases"])})
 
-    def counts(self) -> dict[str, Any]:
-        """Gives what was spent, as JSON can hold it, without the secret."""
-        facts = self.to_dict()
-        return {name: facts[name] for name in ("releases", "asked")}
-
     def at_least(self, counts: Mapping[str, Any] | None) -> Spent:
         """Gives this with no less spent than was noted elsewhere.
 
         Args:
-            counts: as `counts` gave it, of the same run; None changes nothing.
+            counts: as `to_dict` gave it, of the same run, or its `releases` and `asked`; None changes nothing.
         """
         if counts is None:
             return self

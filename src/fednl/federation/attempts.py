@@ -22,7 +22,7 @@ class Asked:
     Args:
         round: the round that was asked, or is asked next; 0 where nobody noted any.
         begun: the first round of each attempt after attempt 0.
-        before: what had been spent before that question, as `Spent.counts` gives it; empty without noise.
+        before: what had been spent before that question, as `Spent.to_dict` gives it; None without noise.
         after: what has been spent with it.
     """
 

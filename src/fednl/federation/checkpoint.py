@@ -139,17 +139,18 @@ def load_newest(folder: Path, begun: Sequence[int] = ()) -> Checkpoint | None:
         CheckpointError: there are checkpoints, and every one is damaged.
     """
     skipped: list[str] = []
-    passed = False
+    passed = lacks = False
     for number in _numbered(folder):
         try:
             found = _read(folder / f"round-{number}", number, tuple(skipped))
         except (OSError, ValueError, KeyError, TypeError, MessageError):
             skipped.append(f"round-{number}")
+            lacks = lacks or not taken_back(number, 0, begun)  # of whatever attempt, it was not taken back
             continue
         if not taken_back(number, int(found.state.get("attempt", 0)), begun):
             return found
         passed = True
-    if skipped and not passed:
+    if lacks or (skipped and not passed):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged ({', '.join(skipped)}): restore one, or start anew."
         )

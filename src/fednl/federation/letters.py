@@ -24,7 +24,7 @@ def message_of(fed: Federation, point: Point) -> Message:
     message = Message(shared, beside, round=point.round + 1, run=fed.run_name, adapters=fed.adapters)
     unsettled = point.round - point.settled
     # A client of before this field reads no message that has it, so it is there only where somebody needs it.
-    told = unsettled if unsettled >= max(fed.settings.keep_checkpoints, LEAST_KEPT) - 1 else 0
+    told = unsettled if unsettled >= LEAST_KEPT - 1 else 0
     return replace(message, attempt=point.attempt, unsettled=told, begun=point.begun)
 
 

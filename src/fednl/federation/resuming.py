@@ -57,7 +57,7 @@ def resume(fed: Federation, params: Params) -> Point | None:
         fed.tell("note", text=f"rounds {done + 1} to {newest.round} changed nothing, so they are done again")
     begun, spent = _attempt(noted, newest, done, spent)
     if begun and begun != noted.begun:
-        counts = None if spent is None else spent.counts()
+        counts = None if spent is None else spent.to_dict()
         Asked(done + 1, begun, counts, counts).write(fed.run, fed.inside(NAME))
     if checkpoint is None:
         stands = replace(begin(fed, params), spent=spent, begun=begun)
@@ -74,8 +74,8 @@ def note_question(fed: Federation, point: Point, after: Spent) -> None:
         point: where the run stands before the round, under noise.
         after: what will have been spent.
     """
-    before = None if point.spent is None else point.spent.counts()
-    Asked(point.round + 1, point.begun, before, after.counts()).write(fed.run, fed.inside(NAME))
+    before = None if point.spent is None else point.spent.to_dict()
+    Asked(point.round + 1, point.begun, before, after.to_dict()).write(fed.run, fed.inside(NAME))
 
 
 def _attempt(
@@ -93,7 +93,8 @@ def _attempt(
             # More was asked than the checkpoints show, so the same rounds are asked, and counted, once more.
             begun, spent = (*begun, done + 1), spent.at_least(noted.after)
         elif noted.question == next:  # the question that a crash cut short: it is sent, and counted, once
-            spent = spent.at_least(noted.before)
+            # With the secret and the clip that it had: a checkpoint that is gone may have held them.
+            spent = Spent.from_dict({**spent.to_dict(), **(noted.before or {})}).at_least(spent.to_dict())
     return (*begun[:-1], min(begun[-1], done + 1)) if begun else (), spent
 
 
