@@ -26,21 +26,13 @@ def check_arguments(
     log_decay: Tensor | None,
     state: Tensor | None,
     doc_ids: Tensor | None,
+    *,
+    delta: bool = False,
 ) -> None:
-    """Raises ValueError naming the argument that does not fit k and v, or is out of its range."""
-    _check_fit(q, k, v, beta, log_decay, state, doc_ids)
-    check_ranges(beta, log_decay)
+    """Raises ValueError naming the argument that does not fit k and v, or is out of its range.
 
-
-def _check_fit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    doc_ids: Tensor | None,
-) -> None:
+    With `delta`, also where a write of the delta rule makes the state grow without bound.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [batch, tokens, heads, dim], not {tuple(tensor.shape)}")
@@ -58,6 +50,10 @@ def _check_fit(
     for name, given, shape in expected:
         check_argument(name, given, shape, k, v)
     check_argument("doc_ids", doc_ids, (batch, tokens), k, v, "int64")
+    if delta:
+        _check_delta(k, beta, log_decay)
+    else:
+        check_ranges(beta, log_decay)
 
 
 def check_ranges(beta: Tensor, log: Tensor | None, name: str = "log_decay") -> None:
@@ -75,17 +71,8 @@ def _check_log(log: Tensor | None, name: str = "log_decay") -> None:
         raise ValueError(f"{name} must be at most 0, but its largest is {float(log.detach().max()):.3g}")
 
 
-def check_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    doc_ids: Tensor | None,
-) -> None:
-    """`check_arguments`, and that no write of the delta rule makes the state grow without bound."""
-    _check_fit(q, k, v, beta, log_decay, state, doc_ids)
+def _check_delta(k: Tensor, beta: Tensor, log_decay: Tensor | None) -> None:
+    """`check_ranges`, and that no write of the delta rule makes the state grow without bound."""
     given = beta.detach()
     if torch.equal(given, given.clamp(0, DELTA_MOST)):  # one look, and one wait for an accelerator
         _check_log(log_decay)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fednl.memory import operator
-from fednl.memory.arguments import FORGET, autocast_off, check_delta, compute_dtype, start_state
+from fednl.memory.arguments import FORGET, autocast_off, check_arguments, compute_dtype, start_state
 from fednl.memory.operator import RECURRENCE_TOKENS
 
 _DEVICE = "cuda"
@@ -56,7 +56,7 @@ def delta_rule(
     kernel = _kernel() if k.ndim == 4 and _suits(q, k, v, beta, log_decay, state) else None
     if kernel is None:
         return operator.delta_rule(q, k, v, beta, log_decay=log_decay, state=state, chunk_tokens=chunk_tokens)
-    check_delta(q, k, v, beta, log_decay, state, None)
+    check_arguments(q, k, v, beta, log_decay, state, None, delta=True)
     with autocast_off(q.device):
         return _by_kernel(kernel, q, k, v, beta, log_decay, state)
 

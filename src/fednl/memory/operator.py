@@ -21,7 +21,7 @@ from fednl.memory.arguments import (
     FORGET,
     ROUNDING,
     autocast_off,
-    check_delta,
+    check_arguments,
     compute_dtype,
     start_state,
     unflatten,
@@ -47,7 +47,7 @@ def delta_rule_reference(
 
     Source: FedNL (arXiv 2605.16350) equations 3 and 9; with a decay, Gated DeltaNet (arXiv 2412.06464).
     """
-    check_delta(q, k, v, beta, log_decay, state, doc_ids)
+    check_arguments(q, k, v, beta, log_decay, state, doc_ids, delta=True)
     dtype = compute_dtype(q, k, v, beta, log_decay, state)
     with autocast_off(q.device):
         memory = start_state(k, v, state, dtype)
@@ -121,7 +121,7 @@ def delta_rule(
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     if k.ndim == 4 and (k.shape[1] == 0 or (doc_ids is not None and k.shape[1] <= RECURRENCE_TOKENS)):
         return delta_rule_reference(q, k, v, beta, log_decay=log_decay, state=state, doc_ids=doc_ids)
-    check_delta(q, k, v, beta, log_decay, state, doc_ids)
+    check_arguments(q, k, v, beta, log_decay, state, doc_ids, delta=True)
     dtype = compute_dtype(q, k, v, beta, log_decay, state)
     with autocast_off(q.device):
         if k.shape[1] <= RECURRENCE_TOKENS:
